@@ -276,7 +276,7 @@ STEP_PATH = [
 ]
 STEP_PATH += [ROOT / "rankwise" / name for name in ("comm/parameter_sums.py", "comm/halo.py", "comm/exchange.py")]
 READS = {
-    "ldadam/basis.py": ["bool()"],  # whether a factorisation failed, where the device cannot go on by itself
+    "ldadam/formulas.py": ["bool()"],  # whether a factorisation failed, where the device cannot go on by itself
     "ldadam/sliced_matrices.py": ["bool()"],  # the same
     "mkor/optimizer.py": ["bool()"],  # of a list
     "mkor/hybrid_switch.py": ["bool()"],  # of a number

@@ -11,7 +11,7 @@ from rankwise.kernels import native, triton
 from rankwise.kernels.dispatch import kernels_for
 from rankwise.ldadam import native as compiled
 from rankwise.ldadam import rule
-from rankwise.ldadam.basis import project
+from rankwise.ldadam.formulas import project
 from rankwise.ldadam.in_place import StepsInPlace
 from rankwise.ldadam.low_rank_products import Subtract, subtract_product_
 

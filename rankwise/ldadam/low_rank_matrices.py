@@ -24,9 +24,6 @@ from rankwise.step.matrices import MatrixRule
 
 __all__ = ["LDAdamRule"]
 
-_Matrix = tuple[MatrixTask, int]
-"""A matrix that lies whole here, and the index of its shard."""
-
 
 class LDAdamRule(MatrixRule):
     """One step of LDAdam's matrices.
@@ -73,39 +70,42 @@ class LDAdamRule(MatrixRule):
         if len(tasks) > 1 and not batch.partners and not self._in_stacks:
             rows = zip(tasks, stack.split(1), strict=True)
             return torch.cat([self.update(batch, [task], row) for task, row in rows])
-        advanced = self._step_slices(batch, tasks, stack) if batch.partners else self._subspaces.advance(tasks, stack)
-        return in_reply(advanced, batch.signature, self.reply(batch))
+        if batch.partners:
+            group, reports = self.groups[batch.signature.group], self.unit.layout.rank == batch.partners[0]
+            factors = step_slices(batch, tasks, stack, self._subspaces, group, self._holders(), reports)
+        else:
+            factors = self._subspaces.advance(tasks, stack)
+        return in_reply(factors, batch.signature, self.reply(batch))
 
     def step(self, batch: Batch, indices: Sequence[int], results: Sequence[Tensor]) -> None:
         """Subtract a shard's elements of the products from its weights and its error buffer."""
-        self._step(batch.signature, indices, results, self.reply(batch).whole is not None)
+        signature, as_factors = batch.signature, self.reply(batch).whole is not None
+        self._shards.step(indices, results, signature, as_factors, self.groups[signature.group])
 
     def step_in_place(self, matrices: Sequence[BatchPlan]) -> Sequence[BatchPlan]:
         """Where there is a form that steps many at once: by it from their second step on, else in the way of others."""
         form = self._steps_in_place
         if form is None:
             return matrices
-        others: dict[LowRankSignature, list[_Matrix]] = {}
-        jobs: list[tuple[_Matrix, LowRankStep]] = []
-        for plan in matrices:
-            matrix = plan.owned[0], plan.local[0].shard
-            job = self._job(*matrix, form)
-            if job is not None:
-                jobs.append((matrix, job))
-            else:
-                others.setdefault(plan.batch.signature, []).append(matrix)
-        if jobs:
-            for place in self._subspaces.step_in_place([task for (task, _), _ in jobs], [job for _, job in jobs], form):
-                task, index = jobs[place][0]
-                others.setdefault(task.signature, []).append((task, index))
-        for signature, alike in others.items():
-            most = BATCH_ELEMENTS // (signature.rows * signature.columns) if self._in_stacks else 1
-            for first in range(0, len(alike), max(1, most)):
-                self._step_others(alike[first : first + max(1, most)])
+        jobs = [(matrix, self._job(matrix, form)) for matrix in matrices]
+        ready = [(matrix, job) for matrix, job in jobs if job is not None]
+        others = [matrix for matrix, job in jobs if job is None]
+        if ready:
+            tasks = [matrix.owned[0] for matrix, _ in ready]
+            left = self._subspaces.step_in_place(tasks, [job for _, job in ready], form)
+            others += [ready[place][0] for place in left]
+        by_signature: dict[LowRankSignature, list[BatchPlan]] = {}
+        for matrix in others:
+            by_signature.setdefault(matrix.batch.signature, []).append(matrix)
+        for alike in by_signature.values():
+            most = max(1, BATCH_ELEMENTS // alike[0].length) if self._in_stacks else 1
+            for first in range(0, len(alike), most):
+                self._step_others(alike[first : first + most])
         return ()
 
-    def _job(self, task: MatrixTask, index: int, form: StepsInPlace) -> LowRankStep | None:
+    def _job(self, matrix: BatchPlan, form: StepsInPlace) -> LowRankStep | None:
         """What is to be done with a matrix, if the form takes it; else its gradient is in its source then."""
+        task, index = matrix.owned[0], matrix.local[0].shard
         state = self._subspaces.obtain(task, self._shards.source(index))
         count, group, job = int(state["step"]), self.groups[task.signature.group], None
         # The kernel writes the momentum into the error with the beta1 that it was weighted with before.
@@ -115,43 +115,10 @@ class LDAdamRule(MatrixRule):
             self._shards.complete(index)
         return job
 
-    def _step_others(self, matrices: Sequence[_Matrix]) -> None:
+    def _step_others(self, matrices: Sequence[BatchPlan]) -> None:
         """Matrices of one signature that lie whole here, in the way of those that travel."""
-        tasks, indices = [task for task, _ in matrices], [index for _, index in matrices]
+        indices, signature = [matrix.local[0].shard for matrix in matrices], matrices[0].batch.signature
         sources = [self._shards.source(index) for index in indices]
-        factors = self._subspaces.advance(tasks, sources[0].view(1, -1) if len(sources) == 1 else torch.stack(sources))
-        self._step(tasks[0].signature, indices, list(factors), as_factors=True)
-
-    def _step(
-        self, signature: LowRankSignature, indices: Sequence[int], results: Sequence[Tensor], as_factors: bool
-    ) -> None:
-        self._shards.step(indices, results, signature, as_factors, self.groups[signature.group])
-
-    def _step_slices(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
-        """The factors of slices that this rank owns."""
-        states = [self._subspaces.obtain(task, stack) for task in tasks]
-        slices = len(tasks) // len({task.whole for task in tasks})
-        # Matrices whose gradients were missing at different steps are at different counts, alike for all partners.
-        by_past: dict[tuple[int, float], list[int]] = {}
-        for first in range(0, len(tasks), slices):
-            past = int(states[first]["step"]), float(states[first]["beta1"])
-            by_past.setdefault(past, []).extend(range(first, first + slices))
-
-        def report(rotation: Tensor) -> None:
-            # One of the partners reports for all.
-            if self.unit.layout.rank == batch.partners[0]:
-                self._subspaces.report_rotation(rotation)
-
-        def stepped(places: Sequence[int], own: Tensor) -> Tensor:
-            chosen, group = [states[place] for place in places], self.groups[batch.signature.group]
-            whole = batch.signature.cut == "short"
-            keys = [str(tasks[place].whole) if whole else tasks[place].key for place in places]
-            signature, keep = batch.signature, self._subspaces.keep
-            matrices = len(places) // slices
-            return step_slices(keys, own, chosen, matrices, signature, group, self._holders(), report, keep)
-
-        if len(by_past) == 1:
-            return stepped(range(len(tasks)), stack)
-        places_in_order = [place for places in by_past.values() for place in places]
-        order = torch.tensor(places_in_order, dtype=torch.int64, device=stack.device)
-        return torch.cat([stepped(places, stack[places]) for places in by_past.values()])[order.argsort()]
+        stack = sources[0].view(1, -1) if len(sources) == 1 else torch.stack(sources)
+        factors = self._subspaces.advance([matrix.owned[0] for matrix in matrices], stack)
+        self._shards.step(indices, list(factors), signature, True, self.groups[signature.group])

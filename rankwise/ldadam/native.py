@@ -17,8 +17,8 @@ from torch import Tensor
 from rankwise.kernels.native.arrays import address
 from rankwise.kernels.native.building import FAST, library
 from rankwise.kernels.sizes import check_shapes
-from rankwise.ldadam import basis, low_rank_products, rule
-from rankwise.ldadam.formulas import basis_weights, momentum_share
+from rankwise.ldadam import low_rank_products, rule
+from rankwise.ldadam.formulas import basis_weights, check_basis, momentum_share
 from rankwise.ldadam.in_place import InPlace, LowRankStep
 from rankwise.updates.orthonormal import MIN_DIAGONAL, MIN_SECOND_DIAGONAL
 
@@ -107,7 +107,7 @@ def subspace_step(
     rows = matrix.mT if right else matrix
     hyper = {"betas": betas, "rho": rho, "eps": eps, "error_feedback": error_feedback}
     if matrix.dim() == 2 and step > 1 and takes(U_prev.shape[-1], rows, U_prev, M_prev, V_prev):
-        basis.check_shapes(matrix, U_prev, M_prev)
+        check_basis(matrix, U_prev, M_prev)
         names = ("basis", "exp_avg", "exp_avg_sq")
         state = {name: old.clone() for name, old in zip(names, (U_prev, M_prev, V_prev), strict=True)}
         job = LowRankStep((rows.shape[0], rows.shape[1]), right, None, rows, rows, state, step, hyper)

@@ -24,8 +24,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from rankwise.ldadam.basis import next_basis, project
-from rankwise.ldadam.formulas import basis_weights, kept_factor, moment_scales, per_matrix
+from rankwise.ldadam.formulas import basis_weights, kept_factor, moment_scales, next_basis, per_matrix, project
 from rankwise.updates.adamw import Scalar, Step, decoupled_step
 from rankwise.updates.orthonormal import initial_basis
 

@@ -1,6 +1,6 @@
 r"""LDAdam of a matrix that several holders compute together, each on its slice: messages linear in the width.
 
-The formulas are those of :mod:`rankwise.ldadam.basis` with the sums over an index that is cut taken over the
+The formulas are those of :mod:`rankwise.ldadam.formulas` with the sums over an index that is cut taken over the
 holders. Matrices are side-normalised, (..., m, n) with the basis on the side of m, by the shape of the whole matrix: a
 slice may be taller than wide.
 
@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor, cat
 
-from rankwise.ldadam.basis import basis_coordinates, basis_image, project
+from rankwise.ldadam.formulas import basis_coordinates, basis_image, project
 from rankwise.updates.adamw import Scalar
 from rankwise.updates.orthonormal import (
     Gather,
@@ -69,7 +69,7 @@ def next_basis_of_slices(
     cut: Cut,
     holders: Holders,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`rankwise.ldadam.basis.next_basis` by power iteration, without its fallback.
+    """:func:`rankwise.ldadam.formulas.next_basis` by power iteration, without its fallback.
 
     Args:
         matrix: A slice of ``C``: (..., m, n_i) or (..., m_i, n).
@@ -97,7 +97,7 @@ def next_basis_of_slices(
 
 
 def project_slices(matrix: Tensor, U_prev: Tensor, U: Tensor, cut: Cut, holders: Holders) -> tuple[Tensor, Tensor]:
-    """:func:`rankwise.ldadam.basis.project`: the holder's columns of ``U^T C``, or all of it, and all of ``R``."""
+    """:func:`rankwise.ldadam.formulas.project`: the holder's columns of ``U^T C``, or all of it, and all of ``R``."""
     projected, rotation = project(matrix, U_prev, U)
     if cut == "short":
         long = projected.shape[-1]

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.comm.message_format import Traffic
-from rankwise.ldadam.basis import next_basis
+from rankwise.comm.owner_plan import Batch, MatrixTask
 from rankwise.ldadam.dispatch import moments_for
-from rankwise.ldadam.formulas import basis_weights, kept_factor
+from rankwise.ldadam.formulas import basis_weights, kept_factor, next_basis
 from rankwise.ldadam.signature import LowRankSignature
-from rankwise.ldadam.sliced_formulas import Holders, next_basis_of_slices, project_slices
+from rankwise.ldadam.sliced_formulas import Cut, Holders, next_basis_of_slices, project_slices
 from rankwise.ldadam.spec import SUBSPACE
+from rankwise.ldadam.subspaces import Subspaces
 from rankwise.states.matrix_states import MatrixState
 from rankwise.updates.orthonormal import initial_basis
 
@@ -49,38 +50,72 @@ def holders_of(group: dist.ProcessGroup | None, traffic: Traffic) -> Holders:
 
 
 def step_slices(
-    keys: Sequence[str],
+    batch: Batch,
+    tasks: Sequence[MatrixTask],
     stack: Tensor,
-    states: Sequence[MatrixState],
-    matrices: int,
-    signature: LowRankSignature,
+    subspaces: Subspaces,
     group: Mapping[str, Any],
     holders: Holders,
-    report: Callable[[Tensor], None],
-    keep: Callable[..., None],
+    reports: bool,
 ) -> Tensor:
-    """Advance matrices of which this rank owns slices, as many of each, matrix by matrix.
+    """Advance slices that this rank owns, as many of each matrix, together with the owners of the others.
 
     Args:
-        keys: Keys of the slices; that of the matrix where they are alike in the moments, for their noise to be alike.
+        batch: To which they belong.
+        tasks: The slices, matrix by matrix.
         stack: (slices, rows * columns), ``C``; read only.
-        states: States of the slices, all at one count, changed in place.
-        matrices: How many matrices they belong to.
-        signature: Signature of the slices.
+        subspaces: States of the slices, changed in place.
         group: Param group.
         holders: The ranks that own the other slices.
-        report: Called with the rotations ``R`` (matrices, r, r), from the second step on.
-        keep: Overwrites their states, see :meth:`rankwise.ldadam.subspaces.Subspaces.keep`.
+        reports: Whether this rank tells of the rotations, one for all holders.
 
     Returns:
         (slices, elements): the factors of each slice, as :func:`rankwise.ldadam.signature.split_factors` reads them.
     """
-    count, written_beta1 = int(states[0]["step"]), float(states[0]["beta1"])
+    states = [subspaces.obtain(task, stack) for task in tasks]
+    slices = len(tasks) // len({task.whole for task in tasks})
+    # Matrices whose gradients were missing at different steps are at different counts, alike for all partners.
+    by_past: dict[tuple[int, float], list[int]] = {}
+    for first in range(0, len(tasks), slices):
+        past = int(states[first]["step"]), float(states[first]["beta1"])
+        by_past.setdefault(past, []).extend(range(first, first + slices))
+
+    def stepped(past: tuple[int, float], places: Sequence[int], own: Tensor) -> Tensor:
+        joined = _Joined(len(places) // slices, batch.signature.cut, stack.dtype)
+        chosen = [states[place] for place in places]
+        new, factors, rotation = _step(joined, joined.matrix(own, batch.signature), chosen, past, group, holders)
+        if reports and past[0]:
+            subspaces.report_rotation(rotation)
+        # Slices that are alike in the moments have the matrix's key for these, for their noise to be alike.
+        whole = batch.signature.cut == "short"
+        keys = [str(tasks[place].whole) if whole else tasks[place].key for place in places]
+        parts = {name: joined.slices(name, value) for name, value in new.items()}
+        subspaces.keep(keys, chosen, parts, past[0] + 1)
+        for state in chosen:
+            state["step"] += 1
+            state["beta1"].fill_(group["betas"][0])
+        rows = zip(*(joined.slices(name, value) for name, value in factors.items()), strict=True)
+        return torch.stack([torch.cat([part.reshape(-1) for part in row]) for row in rows])
+
+    if len(by_past) == 1:
+        ((past, places),) = by_past.items()
+        return stepped(past, places, stack)
+    places_in_order = [place for places in by_past.values() for place in places]
+    order = torch.tensor(places_in_order, dtype=torch.int64, device=stack.device)
+    return torch.cat([stepped(past, places, stack[places]) for past, places in by_past.items()])[order.argsort()]
+
+
+def _step(
+    joined: _Joined,
+    matrix: Tensor,
+    states: Sequence[MatrixState],
+    past: tuple[int, float],
+    group: Mapping[str, Any],
+    holders: Holders,
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+    """New states, factors and rotations ``R`` (matrices, r, r) of matrices that have one past."""
+    (count, written_beta1), cut = past, joined.cut
     step, beta1, feedback = count + 1, group["betas"][0], group["error_feedback"]
-    cut = signature.cut
-    assert cut is not None
-    joined = _Joined(matrices, cut, stack.dtype)
-    matrix = joined.matrix(stack, signature)
     U_prev, M_prev, V_prev = (joined.state(states, name) for name in _AXES)
     if step == 1:
         basis = _by_whole_matrices(
@@ -94,27 +129,19 @@ def step_slices(
                 joined, holders, lambda C, U, M: next_basis(C, U, M, *weights), matrix, U_prev, M_prev
             )
     projected, rotation = project_slices(matrix, U_prev, basis, cut, holders)
-    M, V, D = moments_for(stack.device, stack.dtype)(
+    M, V, D = moments_for(matrix.device, matrix.dtype)(
         projected, rotation, M_prev, V_prev, step, group["betas"], group["eps"], feedback, written_beta1
     )
-    if step > 1:
-        report(rotation)
-    new = zip(_AXES, (basis, M, V), strict=True)
-    keep(keys, states, {name: joined.slices(name, value) for name, value in new}, step)
-    for state in states:
-        state["step"] += 1
-        state["beta1"].fill_(beta1)
     factors = {"basis": basis, "direction": D}
     if feedback:
         factors["kept"] = M if step == 1 or beta1 == written_beta1 else kept_factor(projected, M, beta1)
-    parts = [joined.slices(name, value) for name, value in factors.items()]
-    return torch.stack([torch.cat([part.reshape(-1) for part in slices]) for slices in zip(*parts, strict=True)])
+    return dict(zip(_AXES, (basis, M, V), strict=True)), factors, rotation
 
 
 class _Joined:
     """A rank's slices of each matrix side by side, and back."""
 
-    def __init__(self, matrices: int, cut: str, dtype: torch.dtype) -> None:
+    def __init__(self, matrices: int, cut: Cut, dtype: torch.dtype) -> None:
         self._matrices, self.cut, self._dtype = matrices, cut, dtype
 
     def matrix(self, stack: Tensor, signature: LowRankSignature) -> Tensor:

@@ -14,9 +14,8 @@ from rankwise.kernels import graphs
 from rankwise.kernels.dispatch import is_for_cpus, kernels_for
 from rankwise.kernels.lists import copy_
 from rankwise.kernels.quantization import key_of
-from rankwise.ldadam.basis import coordinates, project, try_next_basis
 from rankwise.ldadam.dispatch import moments_for, step_for
-from rankwise.ldadam.formulas import basis_weights, kept_factor, per_matrix
+from rankwise.ldadam.formulas import basis_weights, coordinates, kept_factor, per_matrix, project, try_next_basis
 from rankwise.ldadam.in_place import InPlace, LowRankStep, StepsInPlace
 from rankwise.ldadam.signature import ELEMENTS_AT_ONCE, LowRankSignature
 from rankwise.ldadam.spec import SUBSPACE, LDAdamSpec
@@ -317,7 +316,7 @@ def _step_on_device(
 ) -> _SubspaceStep:
     """Advance matrices that have taken a step before; nothing is read on the host.
 
-    A matrix whose power iteration fails (see :func:`rankwise.ldadam.basis.try_next_basis`) keeps its basis for this
+    A matrix whose power iteration fails (see :func:`rankwise.ldadam.formulas.try_next_basis`) keeps its basis for this
     step, which is orthonormal; on CPUs Householder reflections are tried instead.
 
     Args:

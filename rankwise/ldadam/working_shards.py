@@ -129,15 +129,12 @@ class WorkingShards:
             as_factors: Whether the results are the factors, or the shards' own elements of their products.
             group: As the step reads it.
         """
-        arrived, lr = list(zip(indices, results, strict=True)), group["lr"]
+        arrived = list(zip(indices, results, strict=True))
         if not as_factors:
             self._step_by_elements(arrived, group)
-        elif self._unit.cautious:
+        elif self._unit.cautious or not self._step_at_once(arrived, signature, group["lr"]):
             for index, result in arrived:
-                self._step_cautiously(index, result, signature, group)
-        elif not self._step_at_once(arrived, signature, lr):
-            for index, result in arrived:
-                self._step_by_factors(index, result, signature, lr)
+                self._step_by_factors(index, result, signature, group)
 
     def _step_by_elements(self, arrived: list[tuple[int, Tensor]], group: Mapping[str, Any]) -> None:
         products = [result.view(-1, *self._weights[index].shape) for index, result in arrived]
@@ -178,23 +175,18 @@ class WorkingShards:
         )
         return True
 
-    def _step_by_factors(self, index: int, result: Tensor, signature: LowRankSignature, lr: Scalar) -> None:
-        part = self._shard(index)
-        basis, (direction, *kept) = _own_factors(result, signature, part)
-        self._subtract(self._weights[index], basis, direction * lr, signature, part)
-        if kept:
-            self._subtract(self.source(index), basis, kept[0], signature, part)
-            self._keep_error(index)
-
-    def _step_cautiously(
+    def _step_by_factors(
         self, index: int, result: Tensor, signature: LowRankSignature, group: Mapping[str, Any]
     ) -> None:
-        """As by factors, with the elements of the direction written out: decay looks at their signs."""
         part, weight = self._shard(index), self._weights[index]
-        basis, (other, *kept) = _own_factors(result, signature, part)
-        direction = torch.zeros_like(weight)
-        self._subtract(direction, basis, other, signature, part)
-        step_and_decay(self._unit, [weight], [direction.neg_()], group)
+        basis, (direction, *kept) = _own_factors(result, signature, part)
+        if self._unit.cautious:
+            # Decay looks at the signs of the elements, which are written out.
+            elements = torch.zeros_like(weight)
+            self._subtract(elements, basis, direction, signature, part)
+            step_and_decay(self._unit, [weight], [elements.neg_()], group)
+        else:
+            self._subtract(weight, basis, direction * group["lr"], signature, part)
         if kept:
             self._subtract(self.source(index), basis, kept[0], signature, part)
             self._keep_error(index)

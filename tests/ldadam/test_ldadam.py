@@ -10,14 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rankwise.ldadam import basis as low_rank_basis
-from rankwise.ldadam.basis import next_basis, try_next_basis
+from rankwise.ldadam import formulas as low_rank_formulas
 from rankwise.ldadam.formulas import (
     basis_weights,
     effective_rank,
     moment_scales,
+    next_basis,
     projects_right,
     side_normalized,
+    try_next_basis,
     worth_projecting,
 )
 from rankwise.ldadam.low_rank_products import low_rank_rows
@@ -321,7 +322,7 @@ def test_fallback_without_batch_dimension() -> None:
 
 def test_householder_runs_only_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(low_rank_basis, "householder_qr", lambda y: calls.append(1) or householder_qr(y))
+    monkeypatch.setattr(low_rank_formulas, "householder_qr", lambda y: calls.append(1) or householder_qr(y))
     next_basis(randn(2, 6, 11), householder_qr(randn(2, 6, 3)), randn(2, 3, 11), 0.3, 0.4)
     assert not calls
     next_basis(*batch_with_one_dead_matrix(), 0.3, 0.4)

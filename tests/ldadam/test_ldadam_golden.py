@@ -12,8 +12,7 @@ import torch
 from golden_io import load_golden
 from torch import Tensor
 
-from rankwise.ldadam.basis import project
-from rankwise.ldadam.formulas import basis_weights, effective_rank, projects_right, side_normalized
+from rankwise.ldadam.formulas import basis_weights, effective_rank, project, projects_right, side_normalized
 from rankwise.ldadam.low_rank_products import low_rank_rows
 from rankwise.ldadam.rule import low_rank_moments, subspace_step
 from rankwise.updates.orthonormal import initial_basis

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from rankwise import LDAdam
-from rankwise.kernels import lists
+from rankwise.comm.owner_plan import Batch
+from rankwise.kernels import lists, native
 from rankwise.kernels.dispatch import using
 from rankwise.ldadam.formulas import side_normalized
 from rankwise.ldadam.rule import Subspace, ldadam_step
+from rankwise.ldadam.subspaces import Subspaces
 
 STEPS, RANK = 8, 3
 NUMBERS = {"rho": 0.8, "eps": 1e-6, "weight_decay": 0.1}
@@ -81,3 +84,23 @@ def test_the_optimizer_follows_the_rule(scheduled: bool, feedback: bool, form: s
         for found, wanted in pairs:
             assert (found - wanted).norm() <= 1e-12 * wanted.norm(), name
         assert (W - side_normalized(tensor(name, 0))).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("form", [lists, native])
+def test_matrices_that_travelled_together_are_taken_apart_on_cpus(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They round as they do where they lie whole."""
+    named = [(f"{index}.weight", Parameter(tensor("wide", index).float())) for index in range(3)]
+    optimizer = LDAdam(named, rank=RANK)
+    for index, (_, weight) in enumerate(named):
+        weight.grad = tensor("wide", index + 1).float()
+    optimizer.step()
+    (unit,) = optimizer.planned_units
+    tasks = unit.exchange.owned()
+    sizes, advance = [], Subspaces.advance
+    monkeypatch.setattr(
+        Subspaces, "advance", lambda self, own, stack: sizes.append(len(own)) or advance(self, own, stack)
+    )
+    with using(form):
+        stack = torch.stack([tensor("wide", index).float().view(-1) for index in range(3)])
+        optimizer._matrix_rule(unit, []).update(Batch(tasks[0].signature, tuple(tasks)), tasks, stack)
+    assert sizes == [1, 1, 1]
