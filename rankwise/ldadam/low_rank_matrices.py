@@ -12,12 +12,12 @@ from rankwise.comm.batch_messages import BatchPlan
 from rankwise.comm.owner_plan import BATCH_ELEMENTS, Batch, MatrixTask, Reply
 from rankwise.kernels.lists import decay_
 from rankwise.ldadam.dispatch import computes_stacks, steps_in_place_for
-from rankwise.ldadam.in_place import LowRankStep, StepsInPlace
-from rankwise.ldadam.signature import LowRankSignature, in_reply, reply_of
+from rankwise.ldadam.in_place import LowRankStep
+from rankwise.ldadam.signature import LowRankSignature
 from rankwise.ldadam.sliced_formulas import Holders
 from rankwise.ldadam.sliced_matrices import step_slices
 from rankwise.ldadam.subspaces import Subspaces
-from rankwise.ldadam.working_shards import WorkingShards
+from rankwise.ldadam.working_shards import WorkingShards, in_reply, reply_of
 from rankwise.plan.step_unit import Bucket, StepUnit
 from rankwise.step.health import Health
 from rankwise.step.matrices import MatrixRule
@@ -87,9 +87,15 @@ class LDAdamRule(MatrixRule):
         form = self._steps_in_place
         if form is None:
             return matrices
-        jobs = [(matrix, self._job(matrix, form)) for matrix in matrices]
-        ready = [(matrix, job) for matrix, job in jobs if job is not None]
-        others = [matrix for matrix, job in jobs if job is None]
+        ready: list[tuple[BatchPlan, LowRankStep]] = []
+        others: list[BatchPlan] = []
+        for matrix in matrices:
+            state = self._subspaces.obtain(matrix.owned[0], self._shards.source(matrix.local[0].shard))
+            job = self._shards.job(matrix, state, self.groups[matrix.batch.signature.group], form.takes)
+            if job is not None:
+                ready.append((matrix, job))
+            else:
+                others.append(matrix)
         if ready:
             tasks = [matrix.owned[0] for matrix, _ in ready]
             left = self._subspaces.step_in_place(tasks, [job for _, job in ready], form)
@@ -102,18 +108,6 @@ class LDAdamRule(MatrixRule):
             for first in range(0, len(alike), most):
                 self._step_others(alike[first : first + most])
         return ()
-
-    def _job(self, matrix: BatchPlan, form: StepsInPlace) -> LowRankStep | None:
-        """What is to be done with a matrix, if the form takes it; else its gradient is in its source then."""
-        task, index = matrix.owned[0], matrix.local[0].shard
-        state = self._subspaces.obtain(task, self._shards.source(index))
-        count, group, job = int(state["step"]), self.groups[task.signature.group], None
-        # The kernel writes the momentum into the error with the beta1 that it was weighted with before.
-        if count and (not group["error_feedback"] or float(state["beta1"]) == group["betas"][0]):
-            job = self._shards.in_place(index, task.signature, state, count + 1, group, form.takes)
-        if job is None:
-            self._shards.complete(index)
-        return job
 
     def _step_others(self, matrices: Sequence[BatchPlan]) -> None:
         """Matrices of one signature that lie whole here, in the way of those that travel."""

@@ -18,11 +18,12 @@ from rankwise.ldadam import formulas
 from rankwise.ldadam.dispatch import steps_in_place_for
 from rankwise.ldadam.low_rank_matrices import LDAdamRule
 from rankwise.ldadam.options import LDAdamOptions
-from rankwise.ldadam.signature import LowRankSignature, reply_of, scratch_alone, scratch_of_a_stack
+from rankwise.ldadam.signature import LowRankSignature, scratch_alone, scratch_of_a_stack
 from rankwise.ldadam.sliced_formulas import Holders, exchanged
 from rankwise.ldadam.sliced_matrices import holders_of
 from rankwise.ldadam.spec import LDAdamSpec
 from rankwise.ldadam.subspaces import Subspaces, fresh_state
+from rankwise.ldadam.working_shards import reply_of
 from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError
 from rankwise.plan.notes import Note

@@ -1,25 +1,18 @@
-"""What LDAdam's matrices of a batch have in common, and what their owners send to the holders."""
+"""What LDAdam's matrices of a batch have in common, and the memory that they need."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from rankwise.comm.owner_plan import Batch, MatrixTask, Reply
+from rankwise.comm.owner_plan import MatrixTask
 from rankwise.ldadam.sliced_formulas import Cut, exchanged
-from rankwise.plan.notes import Note
-from rankwise.plan.step_unit import StepUnit
 
 __all__ = [
     "ELEMENTS_AT_ONCE",
     "LowRankSignature",
-    "in_reply",
-    "reply_of",
     "scratch_alone",
     "scratch_of_a_stack",
-    "split_factors",
 ]
 
 ELEMENTS_AT_ONCE = 1 << 27
@@ -79,58 +72,6 @@ class LowRankSignature(NamedTuple):
         together = 2 * sum(exchanged(self.cut_along(axis), self.short, self.long, self.rank))
         share = self.rows * self.columns / partners
         return together <= share + min(self.factors_length(products), products * share)
-
-
-def split_factors(factors: Tensor, signature: LowRankSignature) -> tuple[Tensor, Tensor]:
-    """Basis (..., short, rank) and the products' other factors (..., products, rank, long).
-
-    Args:
-        factors: (..., elements), what an owner sends of one or more matrices.
-        signature: Signature of their batch.
-    """
-    elements = signature.short * signature.rank
-    basis, others = factors[..., :elements], factors[..., elements:]
-    return (
-        basis.unflatten(-1, (signature.short, signature.rank)),
-        others.unflatten(-1, (-1, signature.rank, signature.long)),
-    )
-
-
-_REPLIES: Note[dict[LowRankSignature, Reply]] = Note("what owners return of matrices of a signature")
-
-
-def reply_of(unit: StepUnit, groups: Sequence[Mapping[str, Any]], batch: Batch) -> Reply:
-    """The factors to every holder, or each one's elements of their products: whichever is less to send.
-
-    Args:
-        unit: The unit of the step.
-        groups: Param groups by position.
-        batch: Batch of its exchange; all of equal signature get the same answer.
-    """
-    replies = unit.notes.obtain(_REPLIES, dict)
-    signature: LowRankSignature = batch.signature
-    if signature not in replies:
-        assert unit.exchange is not None
-        products = 2 if groups[signature.group]["error_feedback"] else 1
-        plan, layout = unit.exchange.plan, unit.exchange.layout
-        receivers = elements = 0
-        for key in (task.key for other in plan.batches if other.signature == signature for task in other.tasks):
-            others = [held for holder, held in layout.elements(key).items() if holder != plan.owners[key]]
-            receivers += len(others)
-            elements += sum(others)
-        length = signature.factors_length(products)
-        fewer = receivers * length <= products * elements
-        replies[signature] = Reply(whole=length) if fewer else Reply(values=products)
-    return replies[signature]
-
-
-def in_reply(factors: Tensor, signature: LowRankSignature, reply: Reply) -> Tensor:
-    """What owners return of (matrices, elements) factors: them, or (matrices, products * elements) their products."""
-    if reply.whole is not None:
-        return factors
-    basis, others = split_factors(factors, signature)
-    products = basis.unsqueeze(1) @ others
-    return (products.mT if signature.right else products).flatten(1)
 
 
 def scratch_alone(tasks: Sequence[MatrixTask], narrow: bool = False) -> int:

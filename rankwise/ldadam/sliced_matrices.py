@@ -70,7 +70,7 @@ def step_slices(
         reports: Whether this rank tells of the rotations, one for all holders.
 
     Returns:
-        (slices, elements): the factors of each slice, as :func:`rankwise.ldadam.signature.split_factors` reads them.
+        (slices, elements): the factors of each slice, see :func:`rankwise.ldadam.working_shards.split_factors`.
     """
     states = [subspaces.obtain(task, stack) for task in tasks]
     slices = len(tasks) // len({task.whole for task in tasks})

@@ -98,7 +98,7 @@ class Subspaces:
             stack: (tasks, rows * columns), ``C``; read only.
 
         Returns:
-            (tasks, elements): their factors, as :func:`rankwise.ldadam.signature.split_factors` reads them.
+            (tasks, elements): their factors, as :func:`rankwise.ldadam.working_shards.split_factors` reads them.
         """
         signature: LowRankSignature = tasks[0].signature
         group = self._groups[signature.group]

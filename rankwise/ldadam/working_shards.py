@@ -8,18 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rankwise.comm.batch_messages import BatchPlan
+from rankwise.comm.owner_plan import Batch, Reply
 from rankwise.kernels.lists import add_, subtract_scaled_
 from rankwise.layout.layout import Shard
 from rankwise.ldadam.dispatch import shards_step_for, subtract_for
 from rankwise.ldadam.in_place import LowRankStep
 from rankwise.ldadam.low_rank_products import low_rank_rows, subtract_low_rank_
-from rankwise.ldadam.signature import LowRankSignature, split_factors
+from rankwise.ldadam.signature import LowRankSignature
+from rankwise.plan.notes import Note
 from rankwise.plan.step_unit import Bucket, StepUnit
 from rankwise.states.matrix_states import MatrixState
 from rankwise.step.first_order import step_and_decay
 from rankwise.updates.adamw import Scalar
 
-__all__ = ["WorkingShards"]
+__all__ = ["WorkingShards", "in_reply", "reply_of", "split_factors"]
 
 
 class WorkingShards:
@@ -45,8 +48,8 @@ class WorkingShards:
 
         Args:
             bucket: Its weights and error buffers are changed in place by steps; gradients are only read.
-            later: Shards that :meth:`in_place` or :meth:`complete` will be asked for: whose gradients need not be
-                in their buffers before.
+            later: Shards of matrices that :meth:`job` will be asked for: whose gradients need not be in their buffers
+                before.
         """
         feedback = bucket.group["error_feedback"]
         coded = feedback and bucket.is_coded("error")
@@ -71,46 +74,37 @@ class WorkingShards:
             if errors is not None:
                 self._errors[entry.index] = errors[place]
 
-    def complete(self, index: int) -> None:
-        """Put a shard's gradient into its buffer, unless it is there."""
-        gradient = self._missing.pop(index, None)
-        if gradient is not None:
-            self.source(index).add_(gradient)
-
-    def in_place(
-        self,
-        index: int,
-        signature: LowRankSignature,
-        state: MatrixState,
-        step: int,
-        group: Mapping[str, Any],
-        takes: Callable[..., bool],
+    def job(
+        self, matrix: BatchPlan, state: MatrixState, group: Mapping[str, Any], takes: Callable[..., bool]
     ) -> LowRankStep | None:
-        """A whole matrix to be stepped where it lies.
+        """What is to be done with a matrix that lies whole here, where that is known before the step.
 
         Args:
-            index: Index of its one shard.
-            signature: Signature of its batch.
+            matrix: The matrix.
             state: Its states.
-            step: Steps applied including this one.
             group: Hyper-parameters.
             takes: As in :class:`rankwise.ldadam.in_place.StepsInPlace`.
 
         Returns:
-            None if no form takes such tensors.
+            None at the first step, and if no form takes such tensors; its gradient is in its source then.
         """
-        gradient, source, weight = self._missing.get(index), self.source(index), self._weights[index]
+        index, signature, count = matrix.local[0].shard, matrix.batch.signature, int(state["step"])
+        gradient, source, weight = self._missing.pop(index, None), self.source(index), self._weights[index]
         error = self._errors.get(index)
         error = None if error is source else error
         states = (state["basis"], state["exp_avg"], state["exp_avg_sq"])
         # Narrow ones are opened in the type of the computation.
         wide = states[0].dtype == states[1].dtype == states[2].dtype == weight.dtype
         tensors = (weight, source, *states) if wide else (weight, source)
-        if not takes(signature.rank, *tensors, *(() if gradient is None else (gradient,)), error=error):
-            return None
-        self._missing.pop(index, None)
-        shape = signature[:2]
-        return LowRankStep(shape, signature.right, gradient, source, weight, state, step, group, error)
+        tensors = tensors if gradient is None else (*tensors, gradient)
+        # The kernel writes the momentum into the error with the beta1 that it was weighted with before.
+        known = count and (not group["error_feedback"] or float(state["beta1"]) == group["betas"][0])
+        if known and takes(signature.rank, *tensors, error=error):
+            shape = signature[:2]
+            return LowRankStep(shape, signature.right, gradient, source, weight, state, count + 1, group, error)
+        if gradient is not None:
+            source.add_(gradient)
+        return None
 
     def step(
         self,
@@ -221,3 +215,55 @@ def _own_factors(factors: Tensor, signature: LowRankSignature, part: Shard) -> t
         return basis, others
     block = slice(*part.columns)
     return (basis[block], others) if signature.right else (basis, others[..., block])
+
+
+def split_factors(factors: Tensor, signature: LowRankSignature) -> tuple[Tensor, Tensor]:
+    """Basis (..., short, rank) and the products' other factors (..., products, rank, long).
+
+    Args:
+        factors: (..., elements), what an owner sends of one or more matrices.
+        signature: Signature of their batch.
+    """
+    elements = signature.short * signature.rank
+    basis, others = factors[..., :elements], factors[..., elements:]
+    return (
+        basis.unflatten(-1, (signature.short, signature.rank)),
+        others.unflatten(-1, (-1, signature.rank, signature.long)),
+    )
+
+
+_REPLIES: Note[dict[LowRankSignature, Reply]] = Note("what owners return of matrices of a signature")
+
+
+def reply_of(unit: StepUnit, groups: Sequence[Mapping[str, Any]], batch: Batch) -> Reply:
+    """The factors to every holder, or each one's elements of their products: whichever is less to send.
+
+    Args:
+        unit: The unit of the step.
+        groups: Param groups by position.
+        batch: Batch of its exchange; all of equal signature get the same answer.
+    """
+    replies = unit.notes.obtain(_REPLIES, dict)
+    signature: LowRankSignature = batch.signature
+    if signature not in replies:
+        assert unit.exchange is not None
+        products = 2 if groups[signature.group]["error_feedback"] else 1
+        plan, layout = unit.exchange.plan, unit.exchange.layout
+        receivers = elements = 0
+        for key in (task.key for other in plan.batches if other.signature == signature for task in other.tasks):
+            others = [held for holder, held in layout.elements(key).items() if holder != plan.owners[key]]
+            receivers += len(others)
+            elements += sum(others)
+        length = signature.factors_length(products)
+        fewer = receivers * length <= products * elements
+        replies[signature] = Reply(whole=length) if fewer else Reply(values=products)
+    return replies[signature]
+
+
+def in_reply(factors: Tensor, signature: LowRankSignature, reply: Reply) -> Tensor:
+    """What owners return of (matrices, elements) factors: them, or (matrices, products * elements) their products."""
+    if reply.whole is not None:
+        return factors
+    basis, others = split_factors(factors, signature)
+    products = basis.unsqueeze(1) @ others
+    return (products.mT if signature.right else products).flatten(1)
