@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -18,9 +17,7 @@ from rankwise.ldadam.sliced_formulas import Holders
 from rankwise.ldadam.sliced_matrices import step_slices
 from rankwise.ldadam.subspaces import Subspaces
 from rankwise.ldadam.working_shards import WorkingShards, in_reply, reply_of
-from rankwise.plan.step_unit import Bucket, StepUnit
-from rankwise.step.health import Health
-from rankwise.step.matrices import MatrixRule
+from rankwise.step.matrices import MatrixRule, StepMatrices
 
 __all__ = ["LDAdamRule"]
 
@@ -29,24 +26,14 @@ class LDAdamRule(MatrixRule):
     """One step of LDAdam's matrices.
 
     Args:
-        unit: Unit of the step.
-        buckets: Buckets of the matrices.
-        groups: Param groups by position.
-        health: Receives the counts of the step.
+        matrices: The matrices.
         subspaces: Subspaces of the matrices that this rank owns.
         holders: Gives those that own slices of the same matrices as this rank.
     """
 
-    def __init__(
-        self,
-        unit: StepUnit,
-        buckets: Sequence[Bucket],
-        groups: Sequence[Mapping[str, Any]],
-        health: Health,
-        subspaces: Subspaces,
-        holders: Callable[[], Holders],
-    ) -> None:
-        super().__init__(unit, buckets, groups, health)
+    def __init__(self, matrices: StepMatrices, subspaces: Subspaces, holders: Callable[[], Holders]) -> None:
+        super().__init__(matrices)
+        unit = self.unit
         self._subspaces, self._holders = subspaces, holders
         self._shards = WorkingShards(unit)
         # Cautious decay has to know the directions.

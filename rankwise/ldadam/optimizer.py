@@ -31,7 +31,7 @@ from rankwise.plan.step_costs import ScratchMemory, StepCosts, tables
 from rankwise.plan.step_unit import Bucket, StepUnit
 from rankwise.states.matrix_states import MatrixState
 from rankwise.step.first_order import fallback_step
-from rankwise.step.matrices import step_matrices
+from rankwise.step.matrices import StepMatrices, step_matrices
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["LDAdam"]
@@ -175,7 +175,7 @@ class LDAdam(ShardedOptimizer):
             assert self.planner.source.tensor_parallel is not None
             return holders_of(self.planner.source.tensor_parallel.group, unit.traffic)
 
-        return LDAdamRule(unit, matrices, self.step_groups, self.health, subspaces, holders)
+        return LDAdamRule(StepMatrices(unit, matrices, self.step_groups, self.health), subspaces, holders)
 
     def _fresh(self, like: Tensor, signature: LowRankSignature) -> MatrixState:
         return fresh_state(like, signature, self.spec.count_device(like), self.spec.subspace_types)

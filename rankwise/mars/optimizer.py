@@ -28,7 +28,7 @@ from rankwise.plan.step_unit import AT_ONCE, Bucket, StepUnit, joined, portion_s
 from rankwise.states.element_states import offset_runs
 from rankwise.states.entries import Entry
 from rankwise.step.first_order import adamw_step
-from rankwise.step.matrices import step_matrices
+from rankwise.step.matrices import StepMatrices, step_matrices
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.updates.polynomial_steps import SCRATCH, scratch
 from rankwise.updates.polynomials import quintics
@@ -202,7 +202,8 @@ class MARS(ShardedOptimizer):
             return
 
         def step(some: list[Bucket]) -> None:
-            step_matrices(MARSRule(unit, some, self.step_groups, self.health, self.options, product))
+            matrices = StepMatrices(unit, some, self.step_groups, self.health)
+            step_matrices(MARSRule(matrices, self.options, product))
 
         for some in _at_once(unit, folded):
             _form_momenta(unit, some)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +14,9 @@ from rankwise.kernels.dispatch import OrthogonalStep, newton_schulz_for, orthogo
 from rankwise.kernels.lists import decay_, subtract_scaled_
 from rankwise.mars import formulas
 from rankwise.mars.options import MARSOptions
-from rankwise.plan.step_unit import Bucket, StepUnit
+from rankwise.plan.step_unit import StepUnit
 from rankwise.step.first_order import step_and_decay
-from rankwise.step.health import Health
-from rankwise.step.matrices import MatrixRule
+from rankwise.step.matrices import MatrixRule, StepMatrices
 
 __all__ = ["MARSRule", "MomentumSignature", "steps_in_place"]
 
@@ -52,28 +51,17 @@ class MARSRule(MatrixRule):
     """One step along orthogonalised momenta, which have been advanced already.
 
     Args:
-        unit: Unit of the step.
-        buckets: Buckets whose momenta are orthogonalised.
-        groups: Param groups by position.
-        health: Receives the counts of the step.
+        matrices: Matrices whose momenta are orthogonalised.
         options: Options with the variant "shampoo" or "muon".
         product: Type of the products.
     """
 
-    def __init__(
-        self,
-        unit: StepUnit,
-        buckets: Sequence[Bucket],
-        groups: Sequence[Mapping[str, Any]],
-        health: Health,
-        options: MARSOptions,
-        product: torch.dtype,
-    ) -> None:
-        super().__init__(unit, buckets, groups, health)
+    def __init__(self, matrices: StepMatrices, options: MARSOptions, product: torch.dtype) -> None:
+        super().__init__(matrices)
         self._product = product
         self._variant: formulas.MatrixVariant = options.variant  # type: ignore[assignment]
         self._scaled_as: formulas.Scale = options.scale  # type: ignore[assignment]
-        self._steps_in_place = steps_in_place(unit, product)
+        self._steps_in_place = steps_in_place(self.unit, product)
         self._numbers: dict[MomentumSignature, tuple[float, float]] = {}
 
     def gather(self, in_place: Collection[int]) -> list[Tensor | None]:

@@ -32,7 +32,7 @@ from rankwise.statistics.collector import Collector
 from rankwise.statistics.factor_vectors import LayerVectors
 from rankwise.statistics.hooks import Capture, Describe
 from rankwise.statistics.linear_views import describe_linear
-from rankwise.step.matrices import step_matrices
+from rankwise.step.matrices import StepMatrices, step_matrices
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.step.working_tensors import BEGUN
 
@@ -289,8 +289,8 @@ class MKOR(ShardedOptimizer):
         refuse_stranded(unit, self.matrix_states, "failures")
         fetch_kept_states(unit, self.matrix_states, self._fresh)
         unit.notes[_MOVED] = list(due)
-        held = self._first_order, self._factors, self.matrix_states
-        rule = MKORRule(unit, buckets, self.param_groups, self.health, *held, vectors)
+        matrices = StepMatrices(unit, buckets, self.param_groups, self.health)
+        rule = MKORRule(matrices, self._first_order, self._factors, self.matrix_states, vectors)
         step_matrices(rule)
         return rule.remaining()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +30,7 @@ from rankwise.states.parameter_table import ParameterTable
 from rankwise.statistics.factor_vectors import LayerVectors
 from rankwise.statistics.window_sums import Record
 from rankwise.step.first_order import FirstOrder, adamw_step
-from rankwise.step.health import Health
-from rankwise.step.matrices import MatrixRule
+from rankwise.step.matrices import MatrixRule, StepMatrices
 
 __all__ = ["TAKEN", "MKORRule", "matrix_tasks", "uncaptured_tasks"]
 
@@ -60,10 +59,7 @@ class MKORRule(MatrixRule):
     """Replaces gradients by preconditioned ones, or steps with them at once while they are in the cache.
 
     Args:
-        unit: Unit of the step.
-        buckets: All buckets of the unit; gradients in their lists are replaced.
-        groups: Param groups by position.
-        health: Receives the counts of the step.
+        matrices: All buckets of the unit; gradients in their lists are replaced.
         first_order: The rule that steps with the preconditioned gradients.
         factors: Moves and applies the factors.
         states: The factors of the matrices this rank owns.
@@ -72,16 +68,14 @@ class MKORRule(MatrixRule):
 
     def __init__(
         self,
-        unit: StepUnit,
-        buckets: Sequence[Bucket],
-        groups: Sequence[Mapping[str, Any]],
-        health: Health,
+        matrices: StepMatrices,
         first_order: FirstOrder,
         factors: KroneckerFactors,
         states: MatrixStates,
         vectors: Mapping[str, LayerVectors] | Sketches,
     ) -> None:
-        super().__init__(unit, buckets, groups, health)
+        super().__init__(matrices)
+        unit = self.unit
         self._first_order, self._factors, self._states, self._vectors = first_order, factors, states, vectors
         self._product = factors.product_type(unit.device, unit.dtype)
         self._singly = factors.computes_singly(unit.device, unit.dtype)
@@ -90,7 +84,7 @@ class MKORRule(MatrixRule):
         self._gradients: list[Tensor | None] = [None] * len(unit.entries)
         self._places: dict[int, tuple[Bucket, int]] = {}
         self._stepped: set[int] = set()
-        for bucket in buckets:
+        for bucket in self.buckets:
             for place, (entry, gradient) in enumerate(zip(bucket.entries, bucket.grads, strict=True)):
                 self._places[entry.index] = (bucket, place)
                 self._gradients[entry.index] = gradient

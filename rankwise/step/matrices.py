@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd import profiler
@@ -23,10 +23,26 @@ from rankwise.comm.owner_plan import Batch, MatrixTask, Reply
 from rankwise.plan.step_unit import Bucket, StepUnit
 from rankwise.step.health import Health
 
-__all__ = ["MatrixRule", "phases", "step_matrices"]
+__all__ = ["MatrixRule", "StepMatrices", "phases", "step_matrices"]
 
 
 _NOTHING = nullcontext()
+
+
+class StepMatrices(NamedTuple):
+    """The matrices of a step.
+
+    Attributes:
+        unit: The unit of the step.
+        buckets: The shards of all matrices.
+        groups: Param groups by position.
+        health: Counts the matrices that were updated, and what a rule itself reports.
+    """
+
+    unit: StepUnit
+    buckets: Sequence[Bucket]
+    groups: Sequence[Mapping[str, Any]]
+    health: Health
 
 
 class MatrixRule(ABC):
@@ -36,16 +52,11 @@ class MatrixRule(ABC):
     message, no order and no form of the kernels.
 
     Args:
-        unit: The unit of the step.
-        buckets: The shards of all its matrices.
-        groups: Param groups by position.
-        health: Counts the matrices that were updated, and what the rule itself reports.
+        matrices: The matrices.
     """
 
-    def __init__(
-        self, unit: StepUnit, buckets: Sequence[Bucket], groups: Sequence[Mapping[str, Any]], health: Health
-    ) -> None:
-        self.unit, self.buckets, self.groups, self.health = unit, buckets, groups, health
+    def __init__(self, matrices: StepMatrices) -> None:
+        self.unit, self.buckets, self.groups, self.health = matrices
 
     @cached_property
     def weights(self) -> dict[int, Tensor]:

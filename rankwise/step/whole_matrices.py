@@ -27,7 +27,7 @@ from rankwise.states.matrix_states import MatrixState, MatrixStates, keep_narrow
 from rankwise.states.optimizer_spec import OptimizerSpec
 from rankwise.states.packed_states import PackedLayout, StateRun
 from rankwise.step.first_order import fallback_step, step_and_decay
-from rankwise.step.matrices import MatrixRule, step_matrices
+from rankwise.step.matrices import MatrixRule, StepMatrices, step_matrices
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["MatrixOptimizer", "MatrixSpec", "State"]
@@ -167,7 +167,7 @@ class _WholeMatrixRule(MatrixRule):
     """Owners compute directions by the optimizer's function; holders decay their weights and step along them.
 
     Args:
-        matrix: Arguments of the base class.
+        matrices: The matrices.
         states: States of the matrices that this rank owns.
         update: Function of the optimizer.
         fresh: Gives a matrix's states before its first step.
@@ -176,13 +176,13 @@ class _WholeMatrixRule(MatrixRule):
 
     def __init__(
         self,
-        *matrix: Any,
+        matrices: StepMatrices,
         states: MatrixStates,
         update: Update,
         fresh: Callable[[MatrixTask, torch.device], MatrixState],
         first_update: int,
     ) -> None:
-        super().__init__(*matrix)
+        super().__init__(matrices)
         self._states, self._update, self._fresh, self._first_update = states, update, fresh, first_update
         self._idle: set[int] = set()
 
@@ -304,15 +304,6 @@ class MatrixOptimizer(ShardedOptimizer):
         return {**found, STEP: torch.zeros((), dtype=torch.int64, device=torch.device("cpu"))}
 
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
-        step_matrices(
-            _WholeMatrixRule(
-                unit,
-                fallback_step(unit, buckets),
-                self.step_groups,
-                self.health,
-                states=self.matrix_states,
-                update=self.update,
-                fresh=partial(self._fresh, unit),
-                first_update=self.first_update,
-            )
-        )
+        matrices = StepMatrices(unit, fallback_step(unit, buckets), self.step_groups, self.health)
+        fresh = partial(self._fresh, unit)
+        step_matrices(_WholeMatrixRule(matrices, self.matrix_states, self.update, fresh, self.first_update))
