@@ -35,7 +35,7 @@ class LDAdamRule(MatrixRule):
         super().__init__(matrices)
         unit = self.unit
         self._subspaces, self._holders = subspaces, holders
-        self._shards = WorkingShards(unit)
+        self._shards = WorkingShards(unit, self.weights)
         # Cautious decay has to know the directions.
         self._steps_in_place = None if unit.cautious else steps_in_place_for(unit.device, unit.dtype)
         self._in_stacks = computes_stacks(unit.device, unit.dtype)

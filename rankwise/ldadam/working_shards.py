@@ -34,12 +34,12 @@ class WorkingShards:
 
     Args:
         unit: The unit of the step.
+        weights: Weights of the shards.
     """
 
-    def __init__(self, unit: StepUnit) -> None:
-        self._unit = unit
+    def __init__(self, unit: StepUnit, weights: Mapping[int, Tensor]) -> None:
+        self._unit, self._weights = unit, weights
         self.sources: list[Tensor | None] = [None] * len(unit.entries)
-        self._weights: dict[int, Tensor] = {}
         self._errors: dict[int, Tensor] = {}
         self._missing: dict[int, Tensor] = {}  # gradients that their sources do not have yet
 
@@ -70,7 +70,6 @@ class WorkingShards:
             ]
         for place, entry in enumerate(bucket.entries):
             self.sources[entry.index] = sources[place]
-            self._weights[entry.index] = bucket.weights[place]
             if errors is not None:
                 self._errors[entry.index] = errors[place]
 

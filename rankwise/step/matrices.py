@@ -194,26 +194,27 @@ class _MatrixStep:
                 self._deliver(returning.pop(number))
 
     def _gather(self, plan: BatchPlan) -> Gather:
-        with _phase(plan, "gather"):
+        with _profiled(plan.labels["gather"]):
             return self._exchange.start_gather(plan, self._sources, self._missing)
 
     def _computed(self, plan: BatchPlan, arriving: Gather) -> Tensor:
         stack = self._exchange.finish_gather(plan, arriving)
-        with _phase(plan, "compute"):
+        with _profiled(plan.labels["compute"]):
             if not plan.owned:
                 return stack
-            return self._updated(plan, stack, self._rule.reply(plan.batch), not arriving.is_source)
+            return self._updated(plan, stack, not arriving.is_source)
 
     def _return(self, plan: BatchPlan, result: Tensor) -> Return:
-        with _phase(plan, "return"):
+        with _profiled(plan.labels["return"]):
             return self._exchange.start_return(plan, result, self._rule.reply(plan.batch))
 
-    def _updated(self, plan: BatchPlan, stack: Tensor, reply: Reply, spent: bool) -> Tensor:
+    def _updated(self, plan: BatchPlan, stack: Tensor, spent: bool) -> Tensor:
         live = self._exchange.live_rows(plan, self._sources, self._missing)
         if len(live) == len(plan.owned):
             return self._of_rule(plan.batch, plan.owned, stack, spent)
         if not live:
             # Nobody reads it, but the message has the size that was planned.
+            reply = self._rule.reply(plan.batch)
             return stack.new_zeros(len(plan.owned), reply.whole or reply.values * plan.length)
         index = self._exchange.indices.of(live)
         found = self._of_rule(plan.batch, [plan.owned[row] for row in live], stack.index_select(0, index), True)
@@ -232,7 +233,7 @@ class _MatrixStep:
             self._rule.health.add("matrices_updated", len({task.whole for task in tasks}))
 
     def _deliver(self, returning: Return) -> None:
-        with _phase(returning.plan, "deliver"):
+        with _profiled(returning.plan.labels["deliver"]):
             found = self._exchange.finish_return(returning, self._sources)
             if found:
                 indices, results = zip(*found, strict=True)
@@ -256,7 +257,3 @@ class _MatrixStep:
 def _profiled(label: str) -> AbstractContextManager[Any]:
     """A profiler's range; nothing, at no cost, where none runs."""
     return record_function(label) if profiler._is_profiler_enabled else _NOTHING
-
-
-def _phase(plan: BatchPlan, phase: str) -> AbstractContextManager[Any]:
-    return _profiled(plan.labels[phase])
