@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +22,15 @@ from rankwise.ldadam.spec import SUBSPACE, LDAdamSpec
 from rankwise.states.element_states import StateTypes
 from rankwise.states.matrix_states import MatrixState, MatrixStates, keep_narrow_
 from rankwise.step.health import Health
-from rankwise.updates.adamw import Scalar, Step
 
 __all__ = [
     "Subspaces",
     "Triple",
     "fresh_state",
 ]
+
+Triple = tuple[Tensor, Tensor, Tensor]
+"""Basis (..., m, r), first and second moment (..., r, n)."""
 
 _Past = tuple[int, float] | None
 """Steps that a matrix has taken, and the ``beta1`` of the last; None: only the device knows, but not a first step."""
@@ -234,21 +236,42 @@ class Subspaces:
     def _step_on_device(
         self, matrices: Tensor, old: Triple, past: _Past, states: list[MatrixState], group: Mapping[str, Any]
     ) -> tuple[Triple, list[Tensor]]:
-        """New states and the factors beside the basis, without waiting."""
-        if past is not None:
-            outcome = _step_on_device(matrices, old, past[0] + 1, past[1], group)
-        else:
-            self._followed.add(tuple(matrices.shape[-2:]))
-            steps, written_betas = ([state[name] for state in states] for name in ("step", "beta1"))
-            counts = (steps[0], written_betas[0]) if matrices.dim() == 2 else map(torch.stack, (steps, written_betas))
-            step, written = counts
-            outcome = _step_on_device(matrices, old, step + 1, written, group)
-            torch._foreach_add_(steps, 1)
+        """New states and the factors beside the basis of matrices that have taken a step before, without waiting.
+
+        A matrix whose power iteration fails (see :func:`rankwise.ldadam.formulas.try_next_basis`) keeps its basis for
+        this step, which is orthonormal; on CPUs Householder reflections are tried instead.
+        """
+        basis, M, V = old
+        betas, feedback = group["betas"], group["error_feedback"]
+        step, written = self._counted(states, matrices) if past is None else (past[0] + 1, past[1])
+        of_matrix, of_momentum = basis_weights(step, betas[0], group["rho"], feedback, written)
+        moved, failed = try_next_basis(matrices, basis, M, of_matrix, per_matrix(of_momentum, M))
+        new_basis = torch.where(failed[..., None, None], basis, moved)
+        projected, rotation = project(matrices, basis, new_basis)
+        moments = moments_for(matrices.device, matrices.dtype)
+        new_M, new_V, direction = moments(projected, rotation, M, V, step, betas, group["eps"], feedback, written)
+        factors = [direction]
+        if feedback and isinstance(written, Tensor):
+            lost = kept_factor(projected, new_M, betas[0])
+            factors.append(torch.where((written == betas[0])[..., None, None], new_M, lost))
+        elif feedback:
+            factors.append(new_M if written == betas[0] else kept_factor(projected, new_M, betas[0]))
+        if past is None:
+            written_betas = [state["beta1"] for state in states]
+            torch._foreach_add_([state["step"] for state in states], 1)
             torch._foreach_zero_(written_betas)
-            torch._foreach_add_(written_betas, group["betas"][0])
-        self._health.add("kept_bases", outcome.kept)
-        self.report_rotation(outcome.rotation)
-        return outcome.states, outcome.factors
+            torch._foreach_add_(written_betas, betas[0])
+        self._health.add("kept_bases", failed.sum())
+        self.report_rotation(rotation)
+        return (new_basis, new_M, new_V), factors
+
+    def _counted(self, states: Sequence[MatrixState], matrices: Tensor) -> tuple[Tensor, Tensor]:
+        """The number of this step and the ``beta1`` of the last, (...) on the device, which alone knows them."""
+        self._followed.add(tuple(matrices.shape[-2:]))
+        steps, written_betas = ([state[name] for state in states] for name in ("step", "beta1"))
+        if matrices.dim() == 2:
+            return steps[0] + 1, written_betas[0]
+        return torch.stack(steps) + 1, torch.stack(written_betas)
 
     def _step_on_host(
         self, matrices: Tensor, old: Triple, count: int, written_beta1: float, group: Mapping[str, Any]
@@ -289,56 +312,3 @@ def _at_once(jobs: Sequence[LowRankStep]) -> Iterator[slice]:
 def _opened(states: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """(..., m, n) of matrices in the type of the computation; of a single one as such."""
     return (states[0] if len(states) == 1 else torch.stack(list(states))).to(dtype)
-
-
-Triple = tuple[Tensor, Tensor, Tensor]
-"""Basis (..., m, r), first and second moment (..., r, n)."""
-
-
-class _SubspaceStep(NamedTuple):
-    """What a step gives.
-
-    Attributes:
-        states: New basis, first and second moment.
-        factors: The direction, and with error feedback what the buffer loses.
-        rotation: ``R`` (..., r, r).
-        kept: How many matrices keep their basis, because no new one could be factored; 0-d.
-    """
-
-    states: Triple
-    factors: list[Tensor]
-    rotation: Tensor
-    kept: Tensor
-
-
-def _step_on_device(
-    matrices: Tensor, old: Triple, step: Step, written: Scalar, group: Mapping[str, Any]
-) -> _SubspaceStep:
-    """Advance matrices that have taken a step before; nothing is read on the host.
-
-    A matrix whose power iteration fails (see :func:`rankwise.ldadam.formulas.try_next_basis`) keeps its basis for this
-    step, which is orthonormal; on CPUs Householder reflections are tried instead.
-
-    Args:
-        matrices: ``C`` (..., m, n), of one matrix or a stack of them.
-        old: States of the matrices before the step.
-        step: Steps applied including this one: a number, or (...) numbers on the device.
-        written: The ``beta1`` of the step before, a number or as ``step``.
-        group: Param group of the matrices.
-    """
-    basis, M, V = old
-    beta1, feedback = group["betas"][0], group["error_feedback"]
-    of_matrix, of_momentum = basis_weights(step, beta1, group["rho"], feedback, written)
-    moved, failed = try_next_basis(matrices, basis, M, of_matrix, per_matrix(of_momentum, M))
-    new_basis = torch.where(failed[..., None, None], basis, moved)
-    projected, rotation = project(matrices, basis, new_basis)
-    moments = moments_for(matrices.device, matrices.dtype)
-    new_M, new_V, direction = moments(projected, rotation, M, V, step, group["betas"], group["eps"], feedback, written)
-    factors = [direction]
-    if feedback:
-        if isinstance(written, Tensor):
-            lost = kept_factor(projected, new_M, beta1)
-            factors.append(torch.where((written == beta1)[..., None, None], new_M, lost))
-        else:
-            factors.append(new_M if written == beta1 else kept_factor(projected, new_M, beta1))
-    return _SubspaceStep((new_basis, new_M, new_V), factors, rotation, failed.sum())
