@@ -11,7 +11,6 @@ from rankwise.kernels import native, triton
 from rankwise.kernels.dispatch import kernels_for
 from rankwise.ldadam import native as compiled
 from rankwise.ldadam import rule
-from rankwise.ldadam.formulas import project
 from rankwise.ldadam.in_place import StepsInPlace
 from rankwise.ldadam.low_rank_products import Subtract, subtract_product_
 
@@ -60,36 +59,14 @@ def moments_for(device: torch.device, dtype: torch.dtype) -> Moments:
     return partial(low_rank_moments, precision=_precision(device))
 
 
-def step_for(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """:func:`rankwise.ldadam.rule.subspace_step`, or a form of it for what it runs on.
+def step_for(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[torch.Tensor, ...]] | None:
+    """A form of :func:`rankwise.ldadam.rule.subspace_step` that is one function, or None where there is none.
 
     Args:
         device: Device of the tensors.
         dtype: Type of the tensors.
     """
-    chosen = kernels_for(device, dtype)
-    if chosen is native:
-        return compiled.subspace_step
-    return partial(_subspace_step, moments_for(device, dtype)) if chosen is triton else rule.subspace_step
-
-
-def _subspace_step(
-    moments: Moments,
-    matrix: torch.Tensor,
-    U_prev: torch.Tensor,
-    M_prev: torch.Tensor,
-    V_prev: torch.Tensor,
-    step: int,
-    betas: tuple[float, float],
-    rho: float,
-    eps: float,
-    error_feedback: bool,
-    written_beta1: float | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """:func:`rankwise.ldadam.rule.subspace_step` with a form of the moments of its own."""
-    U = rule.followed_basis(matrix, U_prev, M_prev, step, betas[0], rho, error_feedback, written_beta1)
-    old = *project(matrix, U_prev, U), M_prev, V_prev
-    return U, *moments(*old, step, betas, eps, error_feedback, written_beta1)
+    return compiled.subspace_step if kernels_for(device, dtype) is native else None
 
 
 def steps_in_place_for(device: torch.device, dtype: torch.dtype) -> StepsInPlace | None:

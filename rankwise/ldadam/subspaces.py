@@ -11,7 +11,6 @@ from torch import Tensor
 
 from rankwise.comm.owner_plan import MatrixTask
 from rankwise.kernels import graphs
-from rankwise.kernels.dispatch import is_for_cpus, kernels_for
 from rankwise.kernels.lists import copy_
 from rankwise.kernels.quantization import key_of
 from rankwise.ldadam.dispatch import moments_for, step_for
@@ -22,6 +21,7 @@ from rankwise.ldadam.spec import SUBSPACE, LDAdamSpec
 from rankwise.states.element_states import StateTypes
 from rankwise.states.matrix_states import MatrixState, MatrixStates, keep_narrow_
 from rankwise.step.health import Health
+from rankwise.updates.orthonormal import initial_basis
 
 __all__ = [
     "Subspaces",
@@ -220,10 +220,10 @@ class Subspaces:
         matrices = matrices[0] if alone else matrices
         basis, exp_avg, exp_avg_sq = (_opened([state[name] for state in states], matrices.dtype) for name in SUBSPACE)
         old = (basis, exp_avg, exp_avg_sq)
-        first = past is not None and past[0] == 0
-        if first or is_for_cpus(kernels_for(matrices.device, matrices.dtype)):
+        form = step_for(matrices.device, matrices.dtype)
+        if form is not None:
             assert past is not None
-            new, factors = self._step_on_host(matrices, old, *past, group)
+            new, factors = self._step_on_host(matrices, old, *past, group, form)
         else:
             new, factors = self._step_on_device(matrices, old, past, states, group)
         parts = {name: [value] if alone else value.unbind() for name, value in zip(SUBSPACE, new, strict=True)}
@@ -236,7 +236,7 @@ class Subspaces:
     def _step_on_device(
         self, matrices: Tensor, old: Triple, past: _Past, states: list[MatrixState], group: Mapping[str, Any]
     ) -> tuple[Triple, list[Tensor]]:
-        """New states and the factors beside the basis of matrices that have taken a step before, without waiting.
+        """New states and the factors beside the basis; nobody waits for anything but the first basis.
 
         A matrix whose power iteration fails (see :func:`rankwise.ldadam.formulas.try_next_basis`) keeps its basis for
         this step, which is orthonormal; on CPUs Householder reflections are tried instead.
@@ -244,9 +244,14 @@ class Subspaces:
         basis, M, V = old
         betas, feedback = group["betas"], group["error_feedback"]
         step, written = self._counted(states, matrices) if past is None else (past[0] + 1, past[1])
-        of_matrix, of_momentum = basis_weights(step, betas[0], group["rho"], feedback, written)
-        moved, failed = try_next_basis(matrices, basis, M, of_matrix, per_matrix(of_momentum, M))
-        new_basis = torch.where(failed[..., None, None], basis, moved)
+        first = past is not None and step == 1
+        if first:
+            new_basis = initial_basis(matrices, basis.shape[-1])
+        else:
+            of_matrix, of_momentum = basis_weights(step, betas[0], group["rho"], feedback, written)
+            moved, failed = try_next_basis(matrices, basis, M, of_matrix, per_matrix(of_momentum, M))
+            new_basis = torch.where(failed[..., None, None], basis, moved)
+            self._health.add("kept_bases", failed.sum())
         projected, rotation = project(matrices, basis, new_basis)
         moments = moments_for(matrices.device, matrices.dtype)
         new_M, new_V, direction = moments(projected, rotation, M, V, step, betas, group["eps"], feedback, written)
@@ -255,14 +260,14 @@ class Subspaces:
             lost = kept_factor(projected, new_M, betas[0])
             factors.append(torch.where((written == betas[0])[..., None, None], new_M, lost))
         elif feedback:
-            factors.append(new_M if written == betas[0] else kept_factor(projected, new_M, betas[0]))
+            factors.append(new_M if first or written == betas[0] else kept_factor(projected, new_M, betas[0]))
         if past is None:
             written_betas = [state["beta1"] for state in states]
             torch._foreach_add_([state["step"] for state in states], 1)
             torch._foreach_zero_(written_betas)
             torch._foreach_add_(written_betas, betas[0])
-        self._health.add("kept_bases", failed.sum())
-        self.report_rotation(rotation)
+        if not first:
+            self.report_rotation(rotation)
         return (new_basis, new_M, new_V), factors
 
     def _counted(self, states: Sequence[MatrixState], matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -274,11 +279,17 @@ class Subspaces:
         return torch.stack(steps) + 1, torch.stack(written_betas)
 
     def _step_on_host(
-        self, matrices: Tensor, old: Triple, count: int, written_beta1: float, group: Mapping[str, Any]
+        self,
+        matrices: Tensor,
+        old: Triple,
+        count: int,
+        written_beta1: float,
+        group: Mapping[str, Any],
+        form: Callable[..., tuple[Tensor, ...]],
     ) -> tuple[Triple, list[Tensor]]:
-        """The same of matrices that have taken ``count`` steps, the last one with ``written_beta1``."""
+        """The same of matrices that have taken ``count`` steps, the last one with ``written_beta1``, by a form."""
         step, beta1 = count + 1, group["betas"][0]
-        basis, exp_avg, exp_avg_sq, direction = step_for(matrices.device, matrices.dtype)(
+        basis, exp_avg, exp_avg_sq, direction = form(
             matrices,
             *old,
             step,

@@ -336,7 +336,7 @@ def test_the_form_follows_device_and_type() -> None:
     with using(foreach):
         assert kernels_for(cpu, torch.float32) is foreach
         assert directions_for(cpu, torch.float32, 1) is None
-        assert step_for(cpu, torch.float32) is ldadam.subspace_step
+        assert step_for(cpu, torch.float32) is None
     assert directions_for(cpu, torch.float32, 1) is native_sonew.sonew_directions
     assert directions_for(cpu, torch.bfloat16, 1) is None
     assert step_for(cpu, torch.float32) is native_ldadam.subspace_step
