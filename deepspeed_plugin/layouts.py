@@ -74,7 +74,7 @@ class DeepSpeedLayout(LayoutSource):
 
     def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
         self._engine = engine
-        self._names = {id(parameter): name for name, parameter in optimizer.parameters_by_name.items()}
+        self._names = {id(parameter): name for name, parameter in optimizer.table.parameters.items()}
         self._set: set[str] = set()
         self._data: dist.ProcessGroup = engine.seq_data_parallel_group
         self._shards: dict[int, TensorParallelShard] = {}

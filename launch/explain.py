@@ -54,7 +54,7 @@ def explained(asked: Asked) -> list[ExplainedParameter]:
         optimizer = built(asked.picked, asked.model)
     # One for each parameter, whether its rule takes it as one matrix or as several.
     rows = {optimizer.table.base_name(row.name): row for row in optimizer.explain()}
-    states, shapes = _state_bytes(optimizer), optimizer.parameters_by_name
+    states, shapes = _state_bytes(optimizer), optimizer.table.parameters
     return [
         ExplainedParameter(name, tuple(shapes[name].shape), row.rule, row.reason, states[name])
         for name, row in rows.items()
@@ -79,15 +79,13 @@ def explain_table(rows: list[ExplainedParameter], optimizer: str) -> Table:
 
 def _state_bytes(optimizer: ShardedOptimizer) -> dict[str, int]:
     """By parameter, of all states it would have in one process; a bias that rides along is its matrix's."""
-    found = dict.fromkeys(optimizer.parameters_by_name, 0)
+    found = dict.fromkeys(optimizer.table.parameters, 0)
     name_of = optimizer.table.base_name
 
     for unit in imagined_units(optimizer, 1, 1):
         work = optimizer.step_costs(unit)
         for key, shape in unit.layout.shapes.items():
-            group = unit.planned_groups[unit.group_position[key]]
-            types = optimizer.table.element_states(unit.infos[key], unit.routes[key].rule, group)
-            width = sum((dtype or unit.dtype).itemsize for dtype in types.values())
+            width = sum((dtype or unit.dtype).itemsize for dtype in unit.parameters[key].states.values())
             found[name_of(key)] += prod(shape) * width
         batches = [] if unit.exchange is None else unit.exchange.plan.batches
         for task in (task for batch in batches for task in batch.tasks):

@@ -74,7 +74,7 @@ def sharded_state(wrapper: MegatronOptimizer, is_loading: bool, model_state: Any
     """
     inner = wrapper.optimizer
     if inner is not None:
-        inner.plan_ahead(inner.layout_source.units())
+        inner.plan_ahead(inner.planner.source.units())
     step, extras = _of_all_ranks(wrapper)
     weights = {} if is_loading else model_keys(wrapper, model_state)
     state: dict[str, Any] = {TAKEOVER: Takeover(wrapper, model_state)} if is_loading and model_state else {}
@@ -318,7 +318,7 @@ def _pieces(wrapper: MegatronOptimizer) -> Iterator[_Piece]:
 
 def _copy(inner: ShardedOptimizer, name: str, copy: int) -> int | tuple[int, int]:
     """Which of all the copies of a weight: the first one is written."""
-    layout = inner.layout_source
+    layout = inner.planner.source
     earlier = layout.stage_copies.get(name, 0) if isinstance(layout, MegatronLayout) else 0
     return (earlier, copy) if earlier else copy
 

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from megatron_patches.adam_states import WEIGHT, AskedState, BucketPlaces, NamedPlaces, Stored, stored_step
 from megatron_patches.layouts import MegatronLayout
 from rankwise.checkpoint.named_vectors import take_moments
-from rankwise.states.state_takeover import MOMENTS
+from rankwise.states.optimizer_spec import MOMENTS
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["TAKEOVER", "Place", "Takeover", "at_place", "find_takeovers", "taken_over"]
@@ -222,7 +222,7 @@ class Takeover:
     @property
     def _layout(self) -> MegatronLayout:
         assert self._inner is not None
-        layout = self._inner.layout_source
+        layout = self._inner.planner.source
         assert isinstance(layout, MegatronLayout)
         return layout
 

@@ -55,7 +55,7 @@ def laid_down(engine: DeepSpeedEngine, saved: SavedCheckpoint, states: bool) -> 
     """
     group: dist.ProcessGroup = engine.seq_data_parallel_group
     ranks = range(dist.get_rank(group), saved.world_size or 1, dist.get_world_size(group))
-    layout, inherited = engine.basic_optimizer.layout_source, saved.author is None
+    layout, inherited = engine.basic_optimizer.planner.source, saved.author is None
     assert isinstance(layout, DeepSpeedLayout)
     with _scratch_folder(saved.folder, group) as scratch:
         order = layout.order() if inherited else None
@@ -92,7 +92,7 @@ def _open_engine(engine: DeepSpeedEngine, param_groups: Any = None) -> Iterator[
     As around DeepSpeed's own loading, ZeRO-3 lets go of gathered weights before and fetches the new ones after.
     """
     optimizer: ShardedOptimizer = engine.basic_optimizer
-    layout = optimizer.layout_source
+    layout = optimizer.planner.source
     assert isinstance(layout, DeepSpeedLayout)
     if engine._optimizer_has_ckpt_event_prologue():
         engine.optimizer.checkpoint_event_prologue()

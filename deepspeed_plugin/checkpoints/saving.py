@@ -57,7 +57,7 @@ def save_checkpoint(
     # DeepSpeed says what is wrong with a folder that is none.
     if not isinstance(optimizer, ShardedOptimizer) or not (isinstance(save_dir, str | Path) and str(save_dir)):
         return original(engine, save_dir, tag=tag, client_state=client_state, save_latest=save_latest, **options)
-    layout = optimizer.layout_source
+    layout = optimizer.planner.source
     assert isinstance(layout, DeepSpeedLayout)
     # What lies where is part of the checkpoint, whether or not a step has been taken since the start or the last load.
     optimizer.plan_ahead(layout.units())

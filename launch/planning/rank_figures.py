@@ -111,7 +111,7 @@ def deepspeed_figures(
 def _units_of_zero(optimizer: ShardedOptimizer, model: nn.Module, cluster: Cluster) -> tuple[list[StepUnit], int]:
     """The steps of all ranks, and how many elements of the model one of them holds before ZeRO partitions them."""
     assert cluster.stage is not None
-    parameters = optimizer.parameters_by_name
+    parameters = optimizer.table.parameters
     if cluster.tp == 1:
         alignment = _DEEPSPEED_ALIGNMENT if cluster.stage in (1, 2) else 1
         units = imagined_units(optimizer, cluster.ranks, cluster.stage, alignment)
@@ -141,7 +141,7 @@ def fsdp_figures(
     assert cluster.mesh is not None
     cuts = tensor_parallel_dims(model) if cluster.mesh.tp > 1 else {}
     optimizer = built(picked, model)
-    parameters = optimizer.parameters_by_name
+    parameters = optimizer.table.parameters
     optimizer.attach(MeshSource(parameters, cuts, cluster.mesh))
     found = Figures(exchanging=cluster.ranks)
     found.parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -25,9 +25,9 @@ from rankwise.layout.dtensors import local_view
 from rankwise.layout.layout import Shard
 from rankwise.plan.kept_states import initial_part
 from rankwise.states.matrix_states import MatrixState, kept_by
+from rankwise.states.optimizer_spec import MOMENTS
 from rankwise.states.packed_states import PackedValues, packed_in, values_of
 from rankwise.states.param_remainders import REMAINDER
-from rankwise.states.state_takeover import MOMENTS
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.updates.remainders import join, split
 
@@ -264,7 +264,8 @@ def _refuse_another_model(
 ) -> None:
     """Compare what was saved with the model's parameters, whichever rank holds them; ranks share the work."""
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    for key, shape in islice(optimizer.planner.logical_shapes().items(), rank, None, ranks):
+    shapes = {key: shape for unit in optimizer.planned_units for key, shape in unit.stored.shapes.items()}
+    for key, shape in islice(shapes.items(), rank, None, ranks):
         stored = saved.get(f"weight/{key}")
         if stored is None and strict:
             raise StorageError(f"the checkpoint has no parameter '{key}'; it is of another model, or files are missing")
@@ -311,12 +312,12 @@ def _owned_destinations(optimizer: ShardedOptimizer, stored: NamedVectors) -> di
             key, _, name = path.removeprefix("matrix/").rpartition("/")
             saved.setdefault(key, {})[name] = path
     # This place sees the states of all matrices, and is reached only once, so the warning comes from here.
-    carried = optimizer.saved.carrier.carried(saved, announce=optimizer.rank == 0)
+    carried = optimizer.saved.carrier.carried(saved, announce=optimizer.planner.rank == 0)
     owners = optimizer.owners()
     return {
         key: {name: torch.empty(stored[path][0], dtype=stored[path][1], device="cpu") for name, path in state.items()}
         for key, state in carried.items()
-        if owners.get(key) == optimizer.rank
+        if owners.get(key) == optimizer.planner.rank
     }
 
 
@@ -398,7 +399,7 @@ def _succeed(
     record = succession.record(takeover, began, elsewhere)
     resume(optimizer, {}, began, {**optimizer.extra_state(), **record})
     told = succession.told(takeover, author)
-    if optimizer.rank == 0:
+    if optimizer.planner.rank == 0:
         logger.warning("%s%s", told, note)
 
 

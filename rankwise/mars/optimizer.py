@@ -124,11 +124,11 @@ class MARS(ShardedOptimizer):
         """See the base class: the matrices that are orthogonalised."""
         tasks = []
         for key in unit.keys("matrix"):
-            info = unit.infos[key]
+            info = unit.parameters[key].info
             if self.spec.is_orthogonal(info):
                 rows, columns = info.matrix_shape
                 short, long = min(rows, columns), max(rows, columns)
-                signature = MomentumSignature(rows, columns, info.logical_matrix_shape, unit.step_group[key])
+                signature = MomentumSignature(rows, columns, info.logical_matrix_shape, unit.parameters[key].step_group)
                 tasks.append(MatrixTask(key, (key,), signature, cost=float(6 * short * short * long)))
         product = self.spec.product_type(unit.device, unit.dtype)
         # Those that lie whole on their owner are then stepped together.
@@ -149,7 +149,7 @@ class MARS(ShardedOptimizer):
         # Kept momenta are orthogonalised as they are opened.
         opened = self.spec.orthogonalises and self.spec.asked_type("exp_avg") and not all(folded)
         folds = any(folded) and not unit.spends_gradients
-        matrices = [unit.infos[key] for key in unit.keys("matrix")]
+        matrices = [unit.parameters[key].info for key in unit.keys("matrix")]
         sizes = [prod(info.shape) for info in matrices if self.spec.is_orthogonal(info)]
         widest = max(sizes, default=0)
 

@@ -333,7 +333,7 @@ def uncaptured_tasks(unit: StepUnit, table: ParameterTable) -> list[MatrixTask]:
     """
     tasks = []
     for key in unit.keys("matrix"):
-        info, position = unit.infos[key], unit.group_position[key]
+        info, position = unit.parameters[key].info, unit.parameters[key].position
         sides = info.logical_matrix_shape
         signature = LayerSignature(*sides, False, info.transposed, position, table.blocks.get(key, ()))
         tasks.append(MatrixTask(key, (key,), signature, signature.cost))
@@ -361,7 +361,7 @@ def matrix_tasks(unit: StepUnit, records: Mapping[str, Record], table: Parameter
     tasks = []
     names = {id(parameter): name for name, parameter in table.parameters.items()}
     for key in unit.keys("matrix"):
-        record, position = records[key], unit.group_position[key]
+        record, position = records[key], unit.parameters[key].position
         bias = None
         if record.bias is not None:
             bias = _bundled(key, names.get(id(record.bias)), unit, table)

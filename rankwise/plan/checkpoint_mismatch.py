@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from rankwise.comm.owner_plan import MatrixTask
 from rankwise.plan.step_unit import StepUnit
+from rankwise.states.matrix_states import InitialStates
 
-__all__ = ["InitialStates", "MisfitError", "check_shape", "refuse_strange"]
+__all__ = ["MisfitError", "check_shape", "refuse_strange"]
 
 Shape = tuple[int, ...]
-InitialStates = Callable[[MatrixTask, torch.device], Mapping[str, Tensor]]
-"""The states of a matrix before its first step; see :class:`rankwise.plan.step_costs.StepCosts`."""
 
 _FIX = "load it with the model and options that it was saved with, or the weights alone and start the optimizer afresh"
 

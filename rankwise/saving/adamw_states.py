@@ -14,11 +14,11 @@ from rankwise.plan.checkpoint_mismatch import MisfitError
 from rankwise.plan.planner import Planner
 from rankwise.plan.transition import Transition
 from rankwise.saving.checkpoint_fit import in_order_of, same_groups
+from rankwise.saving.state_takeover import StateTakeover, TakeoverTarget, plan_takeover
 from rankwise.states.element_states import States
 from rankwise.states.matrix_states import MatrixState
-from rankwise.states.optimizer_spec import OptimizerSpec
-from rankwise.states.parameter_table import Groups, ParameterTable
-from rankwise.states.state_takeover import MOMENTS, StateTakeover, TakeoverTarget, plan_takeover
+from rankwise.states.optimizer_spec import MOMENTS
+from rankwise.states.parameter_table import Groups
 
 __all__ = ["AdamWStates", "moment_names", "moments_of"]
 
@@ -52,8 +52,8 @@ def moments_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, 
 class AdamWStates:
     """Converts the states of AdamW and Muon to ours, and ours to AdamW's."""
 
-    def __init__(self, spec: OptimizerSpec, table: ParameterTable, planner: Planner) -> None:
-        self._spec, self._table, self._planner = spec, table, planner
+    def __init__(self, planner: Planner) -> None:
+        self._planner, self._spec, self._table = planner, planner.spec, planner.table
 
     def targets(self, groups: Groups) -> dict[str, TakeoverTarget]:
         """All parameters as targets of a takeover, whichever rank holds them; the same on every rank."""
@@ -65,7 +65,7 @@ class AdamWStates:
         return targets
 
     def plan(self, saved: Mapping[str, Mapping[str, tuple[int, ...]]], groups: Groups) -> StateTakeover:
-        """Plan a takeover, see :func:`rankwise.states.state_takeover.plan_takeover`."""
+        """Plan a takeover, see :func:`rankwise.saving.state_takeover.plan_takeover`."""
         return plan_takeover(saved, self.targets(groups))
 
     def record(self, found: StateTakeover, began: int, elsewhere: Collection[str] = ()) -> dict[str, Any]:

@@ -23,12 +23,10 @@ from rankwise.saving.states_by_parameter import (
     steps_taken,
     without_matrices,
 )
-from rankwise.states.group_values import GroupValues
 from rankwise.states.matrix_states import MatrixState
-from rankwise.states.optimizer_spec import OptimizerSpec
 from rankwise.states.packed_states import packed_in
 from rankwise.states.param_remainders import REMAINDER
-from rankwise.states.parameter_table import Groups, ParameterTable
+from rankwise.states.parameter_table import Groups
 
 __all__ = ["WRITTEN_BY", "CheckpointFit", "in_order_of", "same_groups", "this_rank"]
 
@@ -120,8 +118,8 @@ def _saved_names(state_dict: Mapping[str, Any]) -> list[list[str | None]]:
 class CheckpointFit:
     """Checks whether a state dictionary is one of this optimizer's."""
 
-    def __init__(self, spec: OptimizerSpec, values: GroupValues, table: ParameterTable, planner: Planner) -> None:
-        self._spec, self._values, self._table, self._planner = spec, values, table, planner
+    def __init__(self, planner: Planner) -> None:
+        self._planner, self._spec, self._values, self._table = planner, planner.spec, planner.values, planner.table
 
     def fitted(self, optimizer: Planned, state_dict: dict[str, Any], groups: Groups) -> dict[str, Any]:
         """Convert a dictionary to one that this optimizer would have written; a collective where parameters are cut.

@@ -29,12 +29,10 @@ from rankwise.saving.states_by_parameter import (
     without_matrices,
 )
 from rankwise.states.element_states import ElementStates, States, StateTypes
-from rankwise.states.group_values import GroupValues
-from rankwise.states.matrix_states import MatrixState, MatrixStates, kept_by
-from rankwise.states.optimizer_spec import OptimizerSpec
+from rankwise.states.matrix_states import MatrixState, kept_by
 from rankwise.states.packed_states import may_be_packed, packed_in
 from rankwise.states.param_remainders import NARROW, REMAINDER, fit_to_travel
-from rankwise.states.parameter_table import Groups, ParameterTable
+from rankwise.states.parameter_table import Groups
 
 __all__ = ["SavedStates"]
 
@@ -50,22 +48,15 @@ class SavedStates:
         carrier: Tells which states still fit where weights are divided differently.
     """
 
-    def __init__(
-        self,
-        spec: OptimizerSpec,
-        values: GroupValues,
-        table: ParameterTable,
-        planner: Planner,
-        matrix_states: MatrixStates,
-    ) -> None:
-        self._spec, self._table = spec, table
-        self._planner, self._matrix_states = planner, matrix_states
+    def __init__(self, planner: Planner) -> None:
+        self._planner, self._spec, self._table = planner, planner.spec, planner.table
+        self._matrix_states = planner.matrix_states
         self._consolidated: dict[str, MatrixState] | None = None
         self._waiting: dict[str, MatrixState] = {}
         self._told_of_lost_bits = False
-        self.carrier = ChangedBlocks(spec, table)
-        self.fit = CheckpointFit(spec, values, table, planner)
-        self.succession = AdamWStates(spec, table, planner)
+        self.carrier = ChangedBlocks(self._spec, self._table)
+        self.fit = CheckpointFit(planner)
+        self.succession = AdamWStates(planner)
 
     # --- dictionaries -------------------------------------------------------------------------------------------
 
@@ -171,7 +162,7 @@ class SavedStates:
 
     def _opener(self, groups: Groups) -> Callable[[Tensor, Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]:
         """Make a function that opens the packed states of a tensor."""
-        planned, computed = self._places(), _computed(groups)
+        planned, computed = self._planner.places(), _computed(groups)
 
         def opened(tensor: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
             packed = {name: value for name, value in state.items() if may_be_packed(value)}
@@ -218,14 +209,9 @@ class SavedStates:
                 collected.setdefault(key, {}).setdefault(name, value)
         return collected
 
-    def _places(self) -> dict[int, tuple[StepUnit, int]]:
-        """Unit of each planned tensor and index in it, by the tensor's identity."""
-        units = self._planner.units.values()
-        return {id(tensor): (unit, index) for unit in units for index, tensor in enumerate(unit.tensors)}
-
     def _layout_records(self, result: Mapping[str, Any], groups: Groups) -> list[dict[str, Any]]:
         """Describe what every tensor stores, in plain data, so that a checkpoint can be read on another layout."""
-        planned, computed = self._places(), _computed(groups)
+        planned, computed = self._planner.places(), _computed(groups)
         keys = (key for group in result["param_groups"] for key in group["params"])
         return [
             self._layout_record(groups, tensor, group, result["state"].get(next(keys)), planned, computed)
@@ -247,7 +233,7 @@ class SavedStates:
         named = {} if name is None else {"name": name}
         if id(tensor) in planned:
             unit, index = planned[id(tensor)]
-            return {"group": unit.tensor_groups[index], **unit.states.record(held, index), **named}
+            return {"group": unit.contents[index].group, **unit.states.record(held, index), **named}
         if state is None:
             return {"group": 0, "runs": [], "states": {}, **named}
         # States were loaded, and no step has planned since.
@@ -369,8 +355,8 @@ class SavedStates:
             {key: {name: value.to(device) for name, value in state.items()} for key, state in matrix_states.items()}
         )
         for unit in units:
-            for tensor, group_index in zip(unit.tensors, unit.tensor_groups, strict=True):
-                step = steps.get(group_index)
+            for tensor, content in zip(unit.tensors, unit.contents, strict=True):
+                step = steps.get(content.group)
                 if step is not None:
                     states[tensor]["step"] = step.to(device=self._spec.count_device(tensor), copy=True)
 
@@ -402,7 +388,7 @@ class SavedStates:
         Returns:
             The runs of the flattened parameter that ``tensor`` stores: first element, and a 1-D view of the state.
         """
-        place = self._planner.place_of(tensor)
+        place = self._planner.places().get(id(tensor))
         if place is not None:
             unit, index = place
             return unit.states.of_parameter(states, index, name, state)

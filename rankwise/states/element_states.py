@@ -34,14 +34,14 @@ class _Slot:
 
     Attributes:
         dtype: Type of the state; of a packed state, its type when opened.
-        compact_numel: Elements of a compact state, else None.
+        is_compact: Whether only some of the entries keep it.
         numel: Elements of the state, compact or not.
         offsets: Offsets of the entries' parts, by the entries' index.
         packed: Layout of a state that is kept in codes, or in several types; else None.
     """
 
     dtype: torch.dtype
-    compact_numel: int | None
+    is_compact: bool
     numel: int
     offsets: Mapping[int, int]
     packed: PackedLayout | None = None
@@ -54,7 +54,7 @@ def _slot(numel: int, compact: bool, offsets: Mapping[int, int], runs: Sequence[
     narrowest = min(types, key=lambda dtype: dtype.itemsize)
     packed = PackedLayout(narrowest, numel, runs) if len(types) > 1 or is_coded(narrowest) else None
     dtype = narrowest if packed is None else packed.opened_type
-    return _Slot(dtype, numel if compact else None, numel, offsets, packed)
+    return _Slot(dtype, compact, numel, offsets, packed)
 
 
 class EntryRuns(NamedTuple):
@@ -188,13 +188,13 @@ class ElementStates:
     def _plan(self, name: str, entries: Iterable[Entry]) -> _StateRuns:
         def kind(entry: Entry) -> torch.dtype | None:
             packed = self._slots[entry.shard.tensor][name].packed is not None
-            return self.type_of(name, entry if entry.stored is None else entry.stored) if packed else None
+            return self.type_of(name, entry) if packed else None
 
         return _runs_of_entries(entries, lambda entry: self._first(entry, name), kind)
 
     def type_of(self, name: str, entry: Entry) -> torch.dtype:
-        """Type in which a stored entry keeps a state: that of the codes, where it is kept in codes."""
-        return self._spec[entry.index][name] or self._dtype
+        """Type in which an entry's state is kept: that of the codes, where it is kept in codes."""
+        return self._spec[entry.stored.index][name] or self._dtype
 
     def type_now(self, name: str, entry: Entry, state: Tensor) -> torch.dtype:
         """Type of a stored entry's part of a state at the moment: the state may be opened."""
@@ -285,7 +285,7 @@ class ElementStates:
         return stored if stored.dim() == 1 else stored.view(-1)
 
     def _first(self, entry: Entry, name: str) -> int:
-        slot, stored = self._slots[entry.shard.tensor][name], entry if entry.stored is None else entry.stored
+        slot, stored = self._slots[entry.shard.tensor][name], entry.stored
         offset = slot.offsets[stored.index]
         first = offset if slot.packed is None else slot.packed.firsts[offset]
         return first + entry.shard.offset - stored.shard.offset
@@ -304,23 +304,27 @@ class ElementStates:
         """
         owner, kept = self._tensors[index], states[self._tensors[index]]
         for name, slot in self._slots[index].items():
-            if name not in kept:
-                continue
-            state = kept[name]
-            if not isinstance(state, Tensor):
-                fault = "is no tensor"
-            elif slot.packed is not None and slot.packed.fits(state):
-                continue
-            else:
-                local = local_view(state)
-                shapes = (self._local_shape(owner, slot), (slot.numel,))
-                if tuple(local.shape) in shapes and not is_coded(local.dtype):
-                    continue
-                fault = f"has the shape {tuple(local.shape)}"
-            raise RuntimeError(
-                f"{what.format(name)} {fault}, but must have {self._shape(owner, slot)}: it was replaced since the "
-                f"optimizer was built; put the state of that shape back, or, {fix}"
-            )
+            if name in kept:
+                self._refuse_unfit(kept[name], owner, slot, what.format(name), fix)
+
+    @classmethod
+    def _refuse_unfit(
+        cls, state: Any, owner: Tensor, slot: _Slot, what: str, fix: str = "build a new optimizer"
+    ) -> None:
+        if not isinstance(state, Tensor):
+            fault = "is no tensor"
+        elif slot.packed is not None and slot.packed.fits(state):
+            return
+        else:
+            local = local_view(state)
+            # Codes of another layout cannot be read.
+            if tuple(local.shape) in (cls._local_shape(owner, slot), (slot.numel,)) and not is_coded(local.dtype):
+                return
+            fault = f"has the shape {tuple(local.shape)}"
+        raise RuntimeError(
+            f"{what} {fault}, but must have {cls._shape(owner, slot)}: it was replaced since the optimizer was built; "
+            f"put the state of that shape back, or, {fix}"
+        )
 
     def lay_in_rows(self, states: States, index: int) -> None:
         """Make states contiguous, as :meth:`views` expects them; users may have put others there."""
@@ -356,7 +360,7 @@ class ElementStates:
         refuse_capture(owner.device, "the first step with states of another type")
         if slot.packed is not None and slot.packed.fits(stored):
             stored = slot.packed.opened(stored, self._local_shape(owner, slot))
-        self._refuse_other_shape(stored, owner, name, slot)
+        self._refuse_unfit(stored, owner, slot, f"the state {name!r} of a parameter")
         return stored.to(owner.device, slot.dtype)
 
     def _packed(self, states: States, index: int, name: str) -> Tensor:
@@ -369,20 +373,10 @@ class ElementStates:
             if kept is None:
                 kept = layout.fresh(owner.device)
             elif not layout.fits(kept):
-                kept = local_view(kept)
-                self._refuse_other_shape(kept, owner, name, slot)
-                kept = layout.packed(kept.reshape(-1))
+                self._refuse_unfit(kept, owner, slot, f"the state {name!r} of a parameter")
+                kept = layout.packed(local_view(kept).reshape(-1))
             kept = state[name] = kept.to(owner.device)
         return kept
-
-    def _refuse_other_shape(self, state: Tensor, owner: Tensor, name: str, slot: _Slot) -> None:
-        # Codes of another layout cannot be read.
-        if state.numel() != slot.numel or is_coded(state.dtype):
-            raise RuntimeError(
-                f"the state {name!r} of a parameter has the shape {tuple(state.shape)}, but must have "
-                f"{self._shape(owner, slot)}: it was replaced since the optimizer was built; build a new optimizer, or "
-                "put the state of that shape back"
-            )
 
     @classmethod
     def _local_shape(cls, owner: Tensor, slot: _Slot) -> tuple[int, ...]:
@@ -390,7 +384,7 @@ class ElementStates:
 
     @staticmethod
     def _shape(owner: Tensor, slot: _Slot) -> tuple[int, ...]:
-        return tuple(real_view(owner).shape) if slot.compact_numel is None else (slot.compact_numel,)
+        return (slot.numel,) if slot.is_compact else tuple(real_view(owner).shape)
 
     def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
         """Shapes of all states of one tensor."""

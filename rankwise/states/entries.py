@@ -28,14 +28,19 @@ class Entry:
         shard: Where the shard lies.
         info: Description of the parameter, or of its block.
         route: The rule that it takes.
-        stored: The entry that keeps the states, of which this one is a piece; None where this one keeps them.
+        whole: The entry that keeps the states, of which this one is a piece; None where this one keeps them.
     """
 
     index: int
     shard: Shard
     info: ParameterInfo
     route: Route
-    stored: Entry | None = None
+    whole: Entry | None = None
+
+    @property
+    def stored(self) -> Entry:
+        """The entry that keeps the states."""
+        return self if self.whole is None else self.whole
 
     @property
     def key(self) -> str:
@@ -81,10 +86,7 @@ def cut_into_entries(
 
 
 def entries_of_blocks(
-    stored: list[Entry],
-    blocks: Mapping[str, Sequence[Block]],
-    infos: Mapping[str, ParameterInfo],
-    routes: Mapping[str, Route],
+    stored: list[Entry], blocks: Mapping[str, Sequence[Block]], infos: Mapping[str, ParameterInfo]
 ) -> list[Entry]:
     """Cut stored entries into the pieces of blocks that matrix rules see; the same list where no weight is fused."""
     if not blocks:
@@ -93,7 +95,7 @@ def entries_of_blocks(
     for entry in stored:
         for piece in cut_into_blocks(entry.shard, blocks.get(entry.key, ())):
             info = infos[piece.key] if piece is not entry.shard else entry.info
-            entries.append(Entry(len(entries), piece, info, routes[piece.key], entry))
+            entries.append(Entry(len(entries), piece, info, entry.route, entry))
     return entries
 
 

@@ -6,11 +6,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["MatrixState", "MatrixStates", "kept_by"]
+from rankwise.comm.owner_plan import MatrixTask
+
+__all__ = ["InitialStates", "MatrixState", "MatrixStates", "kept_by"]
 
 MatrixState = dict[str, Tensor]
+InitialStates = Callable[[MatrixTask, torch.device], MatrixState]
+"""The states of a matrix before its first step; see :class:`rankwise.plan.step_costs.StepCosts`."""
 _NOBODY: Mapping[tuple[str, str], int] = {}
 
 

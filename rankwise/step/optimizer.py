@@ -15,14 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rankwise.comm.message_format import Traffic
-from rankwise.comm.owner_plan import MatrixTask
 from rankwise.kernels import graphs
 from rankwise.kernels.surroundings import undisturbed
 from rankwise.layout.even_cuts import EvenCuts
 from rankwise.layout.layout_source import LayoutSource, TensorContents
 from rankwise.options.fields import Options
 from rankwise.options.validation import OptionError, called_or
-from rankwise.plan.checkpoint_mismatch import InitialStates
 from rankwise.plan.group_changes import GroupChanges
 from rankwise.plan.planner import Planner
 from rankwise.plan.step_costs import StepCosts
@@ -44,10 +42,6 @@ from rankwise.step.undo import Undo
 from rankwise.step.working_tensors import WorkingTensors, are_deferred
 
 __all__ = ["ShardedOptimizer", "living_optimizers"]
-
-
-def _as_dict(initial: InitialStates, task: MatrixTask, device: torch.device) -> MatrixState:
-    return dict(initial(task, device))
 
 
 def _rule_of(kind: type) -> str:
@@ -121,12 +115,12 @@ class ShardedOptimizer(Optimizer, ABC):
         self.values = GroupValues(spec, self.defaults)
         self.undo = Undo(spec, self.matrix_states, self.health)
         self.planner = Planner(spec, self.table, self.values, self.matrix_states, self.undo.settle)
-        self.group_changes = GroupChanges(spec, self.values, self.table, self.planner, self.matrix_states)
+        self.group_changes = GroupChanges(self.planner)
         self.transition = Transition()
-        self.followed = FollowedStates(spec, self.table, self.planner, self.matrix_states, self.transition)
-        self.working_tensors = WorkingTensors(spec, self.planner, self.transition, self.followed)
-        self.saved = SavedStates(spec, self.values, self.table, self.planner, self.matrix_states)
-        self.reports = Reports(spec, self.table, self.planner, self.matrix_states, self.health)
+        self.followed = FollowedStates(self.planner, self.transition)
+        self.working_tensors = WorkingTensors(self.planner, self.transition, self.followed)
+        self.saved = SavedStates(self.planner)
+        self.reports = Reports(self.planner, self.health)
         for index, group in enumerate(self.param_groups):
             self.values.validate(group)
             self._take_in(index)
@@ -287,21 +281,6 @@ class ShardedOptimizer(Optimizer, ABC):
         """Plan for ranks that need not exist; nothing of this optimizer changes. See :meth:`Planner.imagine`."""
         return self.planner.imagine(self.param_groups, units, replicated, self.plan)
 
-    @property
-    def parameters_by_name(self) -> dict[str, Tensor]:
-        """The parameters the optimizer was built on."""
-        return self.table.parameters
-
-    @property
-    def layout_source(self) -> LayoutSource:
-        """The framework's description of the param groups' tensors."""
-        return self.planner.source
-
-    @property
-    def rank(self) -> int:
-        """This process's position among the data-parallel ranks."""
-        return self.planner.rank
-
     # --- the step -----------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -336,17 +315,17 @@ class ShardedOptimizer(Optimizer, ABC):
         if self.working_tensors.counts_on_device(unit):
             self.health.accumulate_on(unit.device)
         self.working_tensors.refuse_frozen(unit, self.param_groups)
-        self.undo.settle([unit.key])
+        self.undo.settle(unit)
         self._before_step(unit)
         opened = self.working_tensors.open(unit, self.state)
         if opened is not None:
             weights, grads = opened
 
             def update(finite: Sequence[Tensor | None]) -> None:
-                buckets = self.working_tensors.buckets(unit, self.state, self.param_groups, weights, finite)
-                with self.transition.ramp(buckets):
-                    self._update(unit, buckets)
-                unit.narrow.close()
+                with unit.stepping(self.state):
+                    buckets = self.working_tensors.buckets(unit, self.state, self.param_groups, weights, finite)
+                    with self.transition.ramp(buckets):
+                        self._update(unit, buckets)
 
             if self.options.skip_nonfinite:
                 self.undo.update(unit, self.state, weights, grads, self._judged(unit, grads), update)
@@ -374,7 +353,7 @@ class ShardedOptimizer(Optimizer, ABC):
         self.working_tensors.make_states(unit, self.state)
         initial = self.step_costs(unit).matrix_state
         for task in unit.exchange.owned() if unit.exchange is not None else ():
-            self.matrix_states.obtain(task.key, partial(_as_dict, initial, task, unit.device))
+            self.matrix_states.obtain(task.key, partial(initial, task, unit.device))
         self.saved.mark(self.param_groups, self.state)
         return True
 

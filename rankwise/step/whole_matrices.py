@@ -230,7 +230,7 @@ class _WholeMatrixRule(MatrixRule):
         _check(task.key, direction, states, signature)
         for name, how in signature.states:
             if states[name] is not kept[name]:
-                noisy = step if self.unit.stochastic(name) else None
+                noisy = step if self.unit.spec.rounds_stochastically(name) else None
                 how.keep(kept[name], states[name], key_of(task.key, name), noisy)
         kept[STEP] += 1
         return direction.reshape(-1)
@@ -297,9 +297,10 @@ class MatrixOptimizer(ShardedOptimizer):
         """See the base class."""
         tasks = []
         for key in unit.keys("matrix"):
-            rows, columns = unit.infos[key].matrix_shape
-            kept = self.spec.kept(rows, columns, unit.planned_groups[unit.group_position[key]])
-            signature = _MatrixSignature(rows, columns, unit.step_group[key], tuple(kept.items()))
+            planned = unit.parameters[key]
+            rows, columns = planned.info.matrix_shape
+            kept = self.spec.kept(rows, columns, planned.group)
+            signature = _MatrixSignature(rows, columns, planned.step_group, tuple(kept.items()))
             tasks.append(MatrixTask(key, (key,), signature, self.operations(rows, columns)))
         self.planner.choose_owners(unit, tasks)
 

@@ -260,7 +260,7 @@ class Recorder:
             for entry, weight, grad in zip(bucket.entries, bucket.weights, bucket.grads, strict=True):
                 place = (entry.key, entry.shard.shape, entry.shard.start)
                 record.grads[-1].append((*place, grad.numpy().copy()))
-                group = self._optimizer.param_groups[unit.positions[entry.shard.tensor]]
+                group = self._optimizer.param_groups[unit.parameters[entry.key].position]
                 record.lrs[-1][entry.key] = float(group["lr"])
                 if len(record.grads) == 1:
                     record.initial.append((*place, weight.numpy().copy()))

@@ -25,7 +25,7 @@ def _traffic(rank: int, world: int, mode: str) -> tuple[set[str], float]:
         for _ in range(STEPS):
             trainer.train_step()
         inner = trainer.optimizer.chained_optimizers[0].optimizer
-        return set(inner.parameters_by_name), inner.read_health()["bytes_sent"]
+        return set(inner.table.parameters), inner.read_health()["bytes_sent"]
 
 
 def test_nothing_crosses_tensor_parallel_ranks() -> None:

@@ -293,7 +293,7 @@ def test_statistics_are_free_of_loss_scale_and_accumulation(micro_batches: int, 
     def spy(tasks: Any, states: Any, vectors: Any, decay: float) -> Any:
         for task in tasks:
             if len(task.parts) == 2:
-                seen.append((vectors[task.key][1].clone(), optimizer.parameters_by_name[task.parts[1]].grad.clone()))
+                seen.append((vectors[task.key][1].clone(), optimizer.table.parameters[task.parts[1]].grad.clone()))
         return move(tasks, states, vectors, decay)
 
     optimizer._factors.move = spy  # type: ignore[method-assign]

@@ -234,7 +234,7 @@ def test_ldadam_states_after_the_recording() -> None:
     follow(recording, optimizer)
     last, (beta1, _) = recording.steps, recording.meta["constructor"]["betas"]
     for i in recording.meta["param_groups"][0]["idx"]:
-        name = next(name for name, value in optimizer.parameters_by_name.items() if value is recording.parameters[i])
+        name = next(name for name, value in optimizer.table.parameters.items() if value is recording.parameters[i])
         state = optimizer.matrix_states[name]
         tall = recording.meta["side"][str(i)] == "right"
 

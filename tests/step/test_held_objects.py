@@ -48,7 +48,7 @@ class Parts:
         self.matrix_states = MatrixStates()
         self.undo = Undo(self.spec, self.matrix_states, health_of(self.spec))
         self.planner = Planner(self.spec, self.table, self.values, self.matrix_states, self.undo.settle)
-        self.group_changes = GroupChanges(self.spec, self.values, self.table, self.planner, self.matrix_states)
+        self.group_changes = GroupChanges(self.planner)
         for index in range(len(self.groups)):
             self.table.add_group(self.groups, index)
 
@@ -89,7 +89,7 @@ def test_the_planner_plans_once_and_forgets() -> None:
     parts = Parts()
     unit = parts.planner.plan_present(parts, parts.groups)
     assert parts.planner.find(parts.groups) is unit and unit.keys("matrix") == ["wide"]
-    assert parts.planner.place_of(parts.weights[1]) == (unit, 1)
+    assert parts.planner.places()[id(parts.weights[1])] == (unit, 1)
     assert copy.deepcopy(parts.planner).units == {}
     parts.planner.forget()
     assert parts.planner.find(parts.groups) is None

@@ -12,7 +12,7 @@ from cases import Case, assert_same, cases, loss_of, net, weights
 from torch import Tensor, nn
 
 from rankwise import MARS, MKOR, LDAdam, SONew
-from rankwise.states.state_takeover import TakeoverTarget, plan_takeover
+from rankwise.saving.state_takeover import TakeoverTarget, plan_takeover
 
 ALL = cases(exact=False)
 ADAMW = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-8, "weight_decay": 0.1}

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["MOMENTS", "StateTakeover", "TakeoverTarget", "plan_takeover"]
+from rankwise.states.optimizer_spec import MOMENTS
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Averages of the gradient and of its square, under AdamW's names; Muon has the first one."""
+__all__ = ["StateTakeover", "TakeoverTarget", "plan_takeover"]
 
 Shapes = Mapping[str, tuple[int, ...]]
 
