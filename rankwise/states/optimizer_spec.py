@@ -15,8 +15,8 @@ from rankwise.kernels.low_precision_runs import ROOT, SIGNED
 from rankwise.options.fields import Options
 from rankwise.options.validation import called_or
 from rankwise.routing.roles import ParameterInfo, Route, RoutingPolicy, Rule
+from rankwise.routing.step_groups import StepGroups
 from rankwise.states.element_states import StateTypes
-from rankwise.states.step_groups import StepGroups
 
 __all__ = ["MOMENTS", "OptimizerSpec"]
 

@@ -26,16 +26,16 @@ from rankwise.plan.planner import Planner
 from rankwise.plan.step_costs import StepCosts
 from rankwise.plan.step_unit import Bucket, StepUnit
 from rankwise.plan.transition import Transition
+from rankwise.routing.given_parameters import refuse_given_twice
 from rankwise.routing.roles import annotated_modules
+from rankwise.routing.step_groups import PEAK, rate_of
 from rankwise.saving.saved_states import SavedStates
 from rankwise.states.element_states import StateTypes
-from rankwise.states.given_parameters import refuse_given_twice
 from rankwise.states.group_values import GroupValues
 from rankwise.states.matrix_states import MatrixState, MatrixStates
 from rankwise.states.optimizer_spec import OptimizerSpec
 from rankwise.states.param_remainders import refuse_unless_narrow
 from rankwise.states.parameter_table import ParameterTable
-from rankwise.states.step_groups import PEAK, rate_of
 from rankwise.step.followed_states import MARKED, FollowedStates
 from rankwise.step.reports import Explanation, Reports, health_of
 from rankwise.step.undo import Undo
@@ -229,7 +229,7 @@ class ShardedOptimizer(Optimizer, ABC):
 
     @property
     def step_groups(self) -> Sequence[dict[str, Any]]:
-        """Views of the param groups that a step reads, see :class:`rankwise.states.step_groups.StepGroups`."""
+        """Views of the param groups that a step reads, see :class:`rankwise.routing.step_groups.StepGroups`."""
         return self.spec.step_groups.views(self.param_groups)
 
     def _take_in(self, index: int) -> None:
