@@ -49,8 +49,8 @@ class WorkingShards:
                 in their buffers before.
         """
         feedback = bucket.group["error_feedback"]
-        coded = feedback and bucket.is_coded("error")
-        errors = bucket.kept("error") if feedback and not coded else None
+        coded = feedback and bucket.narrow.is_coded(bucket, "error")
+        errors = bucket.narrow.kept(bucket, "error") if feedback and not coded else None
         sources = grads = bucket.grads
         if coded:
             sources = errors = bucket.narrow.open_onto(bucket, "error", self._unit.spends)

@@ -98,14 +98,6 @@ class Bucket:
             self.found[name] = self.narrow.opened(self, name)
         return self.found[name]
 
-    def kept(self, name: str) -> list[Tensor]:
-        """An element state as it is stored, in bfloat16 or wider."""
-        return self.narrow.kept(self, name)
-
-    def is_coded(self, name: str) -> bool:
-        """Whether any shard stores the state in codes."""
-        return self.narrow.is_coded(self, name)
-
     def parts(self, states: Sequence[str]) -> Iterator[PassPart]:
         """Cut the bucket into parts that have these states in one form each."""
         for name in states:

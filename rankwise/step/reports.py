@@ -203,10 +203,8 @@ class Reports:
         for unit in self._planner.units.values():
             for entry in unit.stored_entries:
                 kept = _element_states(states.get(unit.tensors[entry.shard.tensor], {}))
-                states_here = {
-                    name: value for name, value in kept.items() if unit.states.offset(name, entry) is not None
-                }
-                types = [unit.states.type_now(name, entry, value) for name, value in states_here.items()]
+                names = kept.keys() & unit.parameters[entry.key].states
+                types = [unit.states.type_now(name, entry, kept[name]) for name in names]
                 width, numel = sum(dtype.itemsize for dtype in types), entry.shard.numel
                 # Exponents that elements of several lines share are counted in the first line.
                 shared = sum(blocks_of(entry.shard.start, numel) for dtype in types if is_coded(dtype))

@@ -233,7 +233,10 @@ class WorkingTensors:
         key = transition.began, transition.afresh
         for place, rule, before, entries in _plans_of(unit, counts, transition.before, key):
             tensors, runs = entries.once("runs", offset_runs)
-            own_weights, own_grads = (runs.cut(_present(flats, tensors)) for flats in (weights, grads))
+            own_weights, own_grads = (
+                runs.cut([flat for tensor in tensors if (flat := flats[tensor]) is not None])
+                for flats in (weights, grads)
+            )
             count = counts[tensors[0]]
             assert count is not None
             buckets.append(
@@ -261,10 +264,6 @@ class WorkingTensors:
                 target.copy_(weight.view(target.shape))
             else:
                 split(weight.view(target.shape).float(), target, remainder.view(target.shape))
-
-
-def _present(flats: Sequence[Tensor | None], tensors: Sequence[int]) -> list[Tensor]:
-    return [flat for tensor in tensors if (flat := flats[tensor]) is not None]
 
 
 def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
