@@ -13,6 +13,7 @@ from rankwise.comm.batch_messages import BatchPlan
 from rankwise.comm.owner_plan import Batch, MatrixTask
 from rankwise.kernels.run_views import RunViews, chosen_of
 from rankwise.layout.layout import LayoutError
+from rankwise.mkor.backends import FirstOrder
 from rankwise.mkor.factors import KroneckerFactors
 from rankwise.mkor.layer_signature import LayerSignature
 from rankwise.mkor.local_matrices import LocalMatrix, LocalMatrixPlan
@@ -28,7 +29,7 @@ from rankwise.states.matrix_states import MatrixState, MatrixStates
 from rankwise.states.parameter_table import ParameterTable
 from rankwise.statistics.factor_vectors import LayerVectors
 from rankwise.statistics.window_sums import Record
-from rankwise.step.first_order import FirstOrder, adamw_step
+from rankwise.step.first_order import adamw_step
 from rankwise.step.health import Health
 from rankwise.step.matrices import MatrixRule, profiled
 
