@@ -229,7 +229,7 @@ class MARS(ShardedOptimizer):
         if not clipping and not unit.sums.straddlers:
             return None
         measured = [bucket for bucket in buckets if bucket.group["clip"] is not None]
-        norms = [unit.corrected_norms(bucket, "reference", _factor(bucket)) for bucket in measured] or [
+        norms = [_corrected_norms(unit, bucket) for bucket in measured] or [
             torch.zeros(0, dtype=torch.float64, device=unit.device)
         ]
         entries = [entry for bucket in measured for entry in bucket.entries]
@@ -341,6 +341,20 @@ def _form_momenta(unit: StepUnit, buckets: Sequence[Bucket]) -> None:
         scalars = Scalars(betas=bucket.group["betas"], nesterov=bucket.group["gamma"])
         for update in bucket.passes("nesterov", _FOLDED, scalars, onto=momenta):
             unit.run(update)
+
+
+def _corrected_norms(unit: StepUnit, bucket: Bucket) -> Tensor:
+    """Squared norms of a bucket's gradients, corrected by the change since their references."""
+    norms: Tensor | None = None
+    for part in bucket.parts(("reference",)):
+        squares = unit.squared_norms(part.cut(bucket.grads), part.states["reference"], _factor(bucket))
+        if part.parts is None and len(part.places) == len(bucket.entries):
+            return squares
+        if norms is None:
+            norms = torch.zeros(len(bucket.entries), dtype=torch.float64, device=unit.device)
+        norms.index_add_(0, unit.indices.of(tuple(part.places)), squares)
+    assert norms is not None
+    return norms
 
 
 def _factor(bucket: Bucket) -> float:

@@ -357,19 +357,6 @@ class StepUnit:
         for form, places in parts:
             form.run(update if len(parts) == 1 else update.only(places))
 
-    def corrected_norms(self, bucket: Bucket, name: str, k: float) -> Tensor:
-        """Squared norms of a bucket's gradients, corrected by the change since the state of that name."""
-        norms: Tensor | None = None
-        for part in bucket.parts((name,)):
-            squares = self.squared_norms(part.cut(bucket.grads), part.states[name], k)
-            if part.parts is None and len(part.places) == len(bucket.entries):
-                return squares
-            if norms is None:
-                norms = torch.zeros(len(bucket.entries), dtype=torch.float64, device=self.device)
-            norms.index_add_(0, self.indices.of(tuple(part.places)), squares)
-        assert norms is not None
-        return norms
-
     def squared_norms(self, tensors: list[Tensor], references: Field | None = None, k: float = 0.0) -> Tensor:
         """Squared norms as in :func:`rankwise.kernels.lists.squared_norms`, for tensors with and without gaps."""
         parts = self._by_form(tensors)
@@ -400,7 +387,10 @@ class StepUnit:
         Returns:
             (quantities, entries): each entry's column holds its whole parameter's sums, in fp64.
         """
-        index = self._device_index(tuple(map(_INDEX, entries)))
+        positions = tuple(map(_INDEX, entries))
+        if positions not in self.indices:
+            refuse_capture(self.device, "a step with gradients for another set of parameters than before")
+        index = self.indices.of(positions)
         rows = torch.stack(quantities) if len(quantities) > 1 else torch.atleast_2d(quantities[0])
         if self.sums.trivial:
             return rows.to(torch.float64)
@@ -408,11 +398,6 @@ class StepUnit:
         if entries:
             partial_sums.index_copy_(1, index, rows.to(torch.float64))
         return self.sums(partial_sums).index_select(1, index)
-
-    def _device_index(self, positions: tuple[int, ...]) -> Tensor:
-        if positions not in self.indices:
-            refuse_capture(self.device, "a step with gradients for another set of parameters than before")
-        return self.indices.of(positions)
 
     def common_step(self, states: States) -> int:
         """The step all ranks are at; a rank that holds no tensor has no count of its own."""
