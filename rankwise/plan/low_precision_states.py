@@ -187,10 +187,7 @@ class LowPrecisionStates:
 
     @staticmethod
     def _part(
-        places: Sequence[int],
-        parts: Sequence[slice] | None,
-        fields: dict[str, Field],
-        wide: Mapping[str, list[Tensor]],
+        places: Sequence[int], parts: Sequence[slice] | None, fields: dict[str, Field], wide: Mapping[str, list[Tensor]]
     ) -> PassPart:
         part = PassPart(places, parts, fields)
         for name, tensors in wide.items():

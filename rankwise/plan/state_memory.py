@@ -36,11 +36,7 @@ def element_states(unit: StepUnit) -> Iterator[tuple[Mapping[int, int], int, Map
 
 
 def keepers_in(
-    unit: StepUnit,
-    tasks: Sequence[MatrixTask],
-    lendable: Lendable,
-    owners: Mapping[str, int],
-    given: Mapping[Any, int],
+    unit: StepUnit, tasks: Sequence[MatrixTask], lendable: Lendable, owners: Mapping[str, int], given: Mapping[Any, int]
 ) -> dict[tuple[str, str], int]:
     """Choose keepers by :func:`rankwise.comm.owner_plan.keepers_of`, counting the element states that ranks hold."""
     sizes = {task.signature: lendable(task) for task in tasks}

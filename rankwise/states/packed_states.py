@@ -22,15 +22,7 @@ from torch import Tensor
 from rankwise.kernels.low_precision_runs import BLOCK, ROOT, SIGNED, LowPrecisionRuns, blocks_of, is_coded, is_narrow
 from rankwise.kernels.quantization import decode_, encode_
 
-__all__ = [
-    "OPENED",
-    "PackedLayout",
-    "StateRun",
-    "PackedValues",
-    "may_be_packed",
-    "packed_in",
-    "values_of",
-]
+__all__ = ["OPENED", "PackedLayout", "StateRun", "PackedValues", "may_be_packed", "packed_in", "values_of"]
 
 OPENED = {SIGNED: torch.bfloat16, ROOT: torch.float32}
 """Types of opened states, by the type of the codes."""

@@ -56,13 +56,9 @@ class FollowedStates:
     # --- all states ---------------------------------------------------------------------------------------------
 
     def accept(self, states: States) -> None:
-        """Take the present states for this optimizer's: they have been loaded, with those of matrices."""
+        """Take the present states for this optimizer's: they have been loaded or dropped, with those of matrices."""
         self.counts = {tensor: own["step"] for tensor, own in states.items() if "step" in own}
         self._names = {}
-
-    def forget(self) -> None:
-        """There are no states any more."""
-        self.counts, self._names = {}, {}
 
     def is_reset(self, states: States) -> bool:
         """Whether a user has removed all states there were."""

@@ -516,7 +516,7 @@ class ShardedOptimizer(Optimizer, ABC):
         """Drop all states, on all ranks alike: the next step is a first one, as after ``state.clear()``."""
         self.undo.settle()
         self.saved.forget(self.state)
-        self.followed.forget()
+        self.followed.accept(self.state)
         self.load_extra_state({})
 
     def follow_resets(self) -> None:

@@ -29,13 +29,7 @@ from rankwise.states.param_remainders import NARROW, REMAINDER
 from rankwise.step.followed_states import FollowedStates
 from rankwise.updates.remainders import join, split
 
-__all__ = [
-    "BEGUN",
-    "BUCKETS",
-    "WorkingTensors",
-    "are_deferred",
-    "deferred_steps",
-]
+__all__ = ["BEGUN", "BUCKETS", "WorkingTensors", "are_deferred", "deferred_steps"]
 
 BEGUN: Note[list[str]] = Note("matrices that had states and are fresh in the step under way")
 BUCKETS: Note[dict[Any, list[_BucketPlan]]] = Note("how entries fall into buckets, by their counts")
