@@ -70,7 +70,7 @@ def read_megatron(folder: Path, scratch: Path) -> NamedCheckpoint:
     Raises:
         ConversionError: None of our optimizers wrote it, or one before weights were noted by name.
         ValueError: A file is missing or cut off.
-        StorageError: A file cannot be read.
+        CheckpointError: A file cannot be read.
     """
     common, record = _opened(folder)
     stored = stored_tensors(folder)
@@ -178,7 +178,7 @@ def write_megatron(named: NamedCheckpoint, folder: Path, like: Path, scratch: Pa
 
     Raises:
         ConversionError: The two are not of one model and optimizer.
-        StorageError: ``like`` cannot be read.
+        CheckpointError: ``like`` cannot be read.
     """
     common, record = _opened(like)
     if record["identity"] != named.identity:

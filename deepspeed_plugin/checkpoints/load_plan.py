@@ -2,18 +2,17 @@
 
 Nothing here reads a file, asks an engine or talks to other ranks. :mod:`deepspeed_plugin.checkpoints.files` and
 :mod:`deepspeed_plugin.checkpoints.universal` say what is known of a checkpoint,
-:mod:`deepspeed_plugin.checkpoints.finding` of this run; :mod:`deepspeed_plugin.checkpoints.loading` does what was
-decided.
+:mod:`deepspeed_plugin.checkpoints.loading` of this run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from deepspeed_plugin.checkpoints.errors import CheckpointError
+from rankwise.layout.chunked_vectors import CheckpointError
 
 __all__ = ["Order", "Plan", "Present", "Saved", "Universal", "Wanted", "Way", "decide"]
 
@@ -73,7 +72,8 @@ class Saved:
         stages: Pipeline stages that wrote it, or tensor-parallel ranks.
         tensor: Ranks that AutoTP had cut every weight over.
         partitioned: Whether no rank had whole weights, as at ZeRO-3.
-        cut: Settings on which it depends, besides stage and ranks, what lies where in its files.
+        config: Configuration of the engine that wrote it.
+        sub_groups: At ZeRO-3, the first rank's elements of each sub-group: they depend on more than their setting.
         groups: Number of param groups of ours.
         moments: Whether another optimizer has left AdamW's moments or Muon's, and where those of each parameter are.
         order: What they are told apart by where there are no names.
@@ -87,7 +87,8 @@ class Saved:
     stages: int = 1
     tensor: int = 1
     partitioned: bool = False
-    cut: tuple[Any, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    sub_groups: tuple[int, ...] = ()
     groups: int = 0
     moments: bool = False
     order: Order | None = None
@@ -123,14 +124,15 @@ class Present:
     Attributes:
         identity: Identity of our optimizer; None for anybody else's.
         optimizer: Its name for messages.
-        stage: As of :class:`Saved`, like the next two, ``partitioned``, ``cut`` and ``groups``.
+        stage: As of :class:`Saved`, like the next two, ``partitioned``, ``sub_groups`` and ``groups``.
         ranks: None where no wrapper partitions anything.
         stages: Stages of the pipeline, or tensor-parallel ranks.
         tensor: Ranks that AutoTP cuts every weight over.
         pipeline: Whether the model is one, of one stage perhaps.
         experts: Whether it has expert layers.
         partitioned: Whether no rank has whole weights.
-        cut: Cut of this run's configuration.
+        config: Configuration of this run's engine.
+        sub_groups: Of this run's engine.
         groups: Groups of this run's optimizer.
         frozen: The first parameter that is not trained.
         alone: Whether the data-parallel ranks are all ranks.
@@ -147,7 +149,8 @@ class Present:
     pipeline: bool = False
     experts: bool = False
     partitioned: bool = False
-    cut: tuple[Any, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    sub_groups: tuple[int, ...] = ()
     groups: int = 0
     frozen: str | None = None
     alone: bool = True
@@ -246,7 +249,21 @@ def _moves(saved: Saved, present: Present, wanted: Wanted, fresh: bool) -> bool:
     if not wanted.states:
         # Without optimizer states DeepSpeed takes another tag's weights at ZeRO-3, or none.
         return saved.partitioned or present.partitioned
-    return (saved.ranks, saved.stage, saved.cut) != (present.ranks, present.stage, present.cut)
+    return _cut(saved) != _cut(present)
+
+
+def _cut(known: Saved | Present) -> tuple[Any, ...]:
+    """What decides what lies where in ZeRO's files, its type, their names."""
+    config = known.config
+    block = config.get("zero_optimization") or {}
+    sizes = ("round_robin_gradients", "parameter_alignment", "sub_group_size")
+    types = [(config.get(key) or {}).get("enabled") or False for key in ("bf16", "bfloat16", "fp16")]
+    narrow = [
+        bool((config.get(key) or {}).get(f"{name}_master_weights_and_grads"))
+        for key, name in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"))
+    ]
+    settings = (*(block.get(key) for key in sizes), *types, *narrow, config.get("data_types"))
+    return known.ranks, known.stage, settings, known.sub_groups
 
 
 def _inherits(saved: Saved, present: Present, wanted: Wanted) -> bool:

@@ -53,8 +53,7 @@ def read_universal(folder: Path, scratch: Path) -> NamedCheckpoint:
 
     Raises:
         ConversionError: None of our optimizers wrote it, or its states are not in it.
-        CheckpointError: A file is missing or damaged.
-        StorageError: A file with our states is missing or damaged.
+        CheckpointError: A file is missing or damaged, with our states or others.
     """
     found = UniversalCheckpoint.of_anybody(folder.parent, folder.name)
     if found is None:
@@ -127,7 +126,7 @@ def write_universal(named: NamedCheckpoint, folder: Path) -> None:
 
     Raises:
         ConversionError: The parameters of a group have several counts.
-        StorageError: It cannot be written.
+        CheckpointError: It cannot be written.
     """
     vectors: dict[str, Tensor] = {}
     for index, group in enumerate(named.groups):

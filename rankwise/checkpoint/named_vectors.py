@@ -7,7 +7,6 @@ vectors: :func:`saved_vectors` of every rank's file are merged, and :func:`resto
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.layout.agreement import together
-from rankwise.layout.chunked_vectors import ChunkedVector, NamedVectors, StorageError
+from rankwise.layout.chunked_vectors import CheckpointError, ChunkedVector, NamedVectors
 from rankwise.layout.dtensors import local_view
 from rankwise.layout.layout import Shard
 from rankwise.plan.kept_states import initial_part
@@ -30,8 +29,6 @@ from rankwise.states.param_remainders import REMAINDER
 from rankwise.states.state_takeover import MOMENTS
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.updates.remainders import join, split
-
-logger = logging.getLogger(__name__)
 
 __all__ = [
     "SlicePlace",
@@ -46,7 +43,6 @@ __all__ = [
     "slice_places",
     "stored_shards",
     "take_moments",
-    "take_over_moments",
 ]
 
 
@@ -146,7 +142,11 @@ def common_step(optimizer: ShardedOptimizer) -> int:
 
 
 def resume(
-    optimizer: ShardedOptimizer, matrix_states: Mapping[str, MatrixState], step: int, extra: Mapping[str, Any]
+    optimizer: ShardedOptimizer,
+    matrix_states: Mapping[str, MatrixState],
+    step: int,
+    extra: Mapping[str, Any],
+    fill: Callable[[], None] | None = None,
 ) -> None:
     """Take over matrix states and counts; weights and element states are written through their views.
 
@@ -155,10 +155,15 @@ def resume(
         matrix_states: States in the form of :func:`owned_states`.
         step: Number of steps taken; 0 leaves the optimizer as if it had not been stepped.
         extra: Result of :meth:`rankwise.step.optimizer.ShardedOptimizer.extra_state`.
+        fill: See :meth:`rankwise.step.optimizer.ShardedOptimizer.adopt`.
     """
-    groups = range(len(optimizer.param_groups) if step else 0)
-    steps = {index: torch.tensor(float(step), dtype=torch.float32, device="cpu") for index in groups}
-    optimizer.adopt(matrix_states if step else {}, steps, extra)
+    optimizer.adopt(matrix_states if step else {}, _counts_of_all(optimizer, step), extra, fill)
+
+
+def _counts_of_all(optimizer: ShardedOptimizer, step: int) -> dict[int, Tensor]:
+    """One count of steps for every param group; none where no step was taken."""
+    count = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+    return dict.fromkeys(range(len(optimizer.param_groups) if step else 0), count)
 
 
 # --- named vectors ---------------------------------------------------------------------------------------------------
@@ -221,6 +226,7 @@ def restore(
     extra: Mapping[str, Any] | None = None,
     *,
     strict: bool = True,
+    inherited: bool = False,
 ) -> None:
     """Load weights and states into an optimizer whose units are planned, whatever its layout.
 
@@ -231,32 +237,45 @@ def restore(
         extra: Result of :meth:`ShardedOptimizer.extra_state`, perhaps with other keys; None loads the weights alone and
             leaves the states as they are.
         strict: Whether all weights must have been saved; else missing ones are left alone.
+        inherited: Whether the states are moments of AdamW or Muon; ``extra`` is None then.
 
     Raises:
         MisfitError: A matrix has a state of another shape; on every rank alike, before anything changes.
-        StorageError: A parameter was not saved, or with another shape, or cannot be read; on every rank alike.
+        CheckpointError: A parameter was not saved, or with another shape, or cannot be read; on every rank alike.
     """
 
-    def checked() -> tuple[dict[str, MatrixState], dict[str, Tensor]]:
+    def judged() -> tuple[dict[str, MatrixState], dict[str, Tensor]]:
         _refuse_another_model(optimizer, saved, strict, group)
         if extra is None:
-            return {}, {}
+            return {}, _counts(saved) if inherited else {}
         matrices = _owned_destinations(optimizer, saved)
         optimizer.saved.refuse_misfits(optimizer, matrices)
         return matrices, _counts(saved)
 
     # If a rank gave up alone, its caller might remove the files while others still look.
-    matrices, steps = together(checked, group)
-    if extra is not None:
-        optimizer.forget_states()
-    wanted, unpacked = _destinations(optimizer, saved, extra is not None)
-    places = {f"matrix/{key}/{name}": value for key, state in matrices.items() for name, value in state.items()}
-    saved.load({**wanted, **places, **steps}, group)
-    for unpack in unpacked:
-        unpack()
-    if extra is not None:
-        counts = {int(name.removeprefix("step/")): value for name, value in steps.items()}
-        optimizer.adopt(matrices, counts, extra)
+    matrices, steps = together(judged, group)
+    counts = {int(name.removeprefix("step/")): value for name, value in steps.items()}
+    succession, takeover = optimizer.saved.succession, None
+    if inherited:
+        saved.load(steps, group)
+        began = max(map(int, steps.values()), default=0)
+        takeover = succession.plan(_stored_moments(optimizer, saved) if began else {}, optimizer.param_groups)
+        extra, counts = succession.record(takeover, began), _counts_of_all(optimizer, began)
+
+    def fill() -> None:
+        moments = None if takeover is None else takeover.carried
+        wanted, unpacked = _destinations(optimizer, saved, extra is not None, moments)
+        places = {f"matrix/{key}/{name}": value for key, state in matrices.items() for name, value in state.items()}
+        saved.load({**wanted, **places, **steps}, group)
+        for unpack in unpacked:
+            unpack()
+
+    if extra is None:
+        fill()
+    else:
+        optimizer.adopt(matrices, counts, extra, fill)
+    if takeover is not None:
+        succession.tell(takeover, "another optimizer")
 
 
 def _refuse_another_model(
@@ -267,18 +286,29 @@ def _refuse_another_model(
     for key, shape in islice(optimizer.planner.logical_shapes().items(), rank, None, ranks):
         stored = saved.get(f"weight/{key}")
         if stored is None and strict:
-            raise StorageError(f"the checkpoint has no parameter '{key}'; it is of another model, or files are missing")
+            raise CheckpointError(
+                f"the checkpoint has no parameter '{key}'; it is of another model, or files are missing"
+            )
         if stored is not None and stored[0].numel() != prod(shape):
-            raise StorageError(
+            raise CheckpointError(
                 f"'{key}' has {stored[0].numel()} elements in the checkpoint and {prod(shape)} in the model; it is of "
                 "another model"
             )
 
 
 def _destinations(
-    optimizer: ShardedOptimizer, stored: Collection[str], states: bool
+    optimizer: ShardedOptimizer,
+    stored: Collection[str],
+    states: bool,
+    moments: Mapping[str, Mapping[str, str]] | None,
 ) -> tuple[Vectors, list[Callable[[], object]]]:
     """The optimizer's own weights and element states that were saved, to be filled in place.
+
+    Args:
+        optimizer: The planned optimizer.
+        stored: Names of what was saved.
+        states: Whether element states are wanted beside the weights.
+        moments: By parameter, the states that saved moments become; None where states have the names they had.
 
     Returns:
         The vectors by name, and functions to be called when they are filled: these write back what was filled in the
@@ -294,7 +324,8 @@ def _destinations(
             weight = whole
         values: dict[str, Tensor | PackedValues] = {f"weight/{part.key}": weight}
         if states:
-            values.update({f"element/{name}/{part.key}": value for name, value in states_here.items()})
+            names = {state: state for state in states_here} if moments is None else moments.get(part.key, {})
+            values.update({f"element/{name}/{part.key}": states_here[state] for name, state in names.items()})
         for name, value in values.items():
             if name in stored:
                 _add(wanted, name, prod(part.shape), part.start, value)
@@ -329,26 +360,6 @@ def _counts(stored: NamedVectors) -> dict[str, Tensor]:
     }
 
 
-def take_over_moments(optimizer: ShardedOptimizer, saved: NamedVectors, group: dist.ProcessGroup | None) -> None:
-    """Continue with the moments of an optimizer with AdamW's states; weights are loaded already.
-
-    Raises:
-        StorageError: The moments cannot be read.
-    """
-    moments, steps = _stored_moments(optimizer, saved), _counts(saved)
-    saved.load(steps, group)
-    began = max((int(step) for step in steps.values()), default=0)
-
-    def fill(carried: Mapping[str, Mapping[str, str]]) -> None:
-        wanted: Vectors = {}
-        for part, _, states in _places(optimizer):
-            for moment, name in carried.get(part.key, {}).items():
-                _add(wanted, f"element/{moment}/{part.key}", prod(part.shape), part.start, states[name])
-        saved.load(wanted, group)
-
-    _succeed(optimizer, moments, began, fill, "another optimizer")
-
-
 def take_moments(
     optimizer: ShardedOptimizer,
     shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
@@ -369,37 +380,19 @@ def take_moments(
         note: Further words for the user.
         elsewhere: Parameters of other optimizers that start afresh: one record is saved for the whole model.
     """
+    succession = optimizer.saved.succession
+    takeover = succession.plan(shapes if began else {}, optimizer.param_groups)
 
-    def fill(carried: Mapping[str, Mapping[str, str]]) -> None:
+    def fill() -> None:
         for unit in optimizer.planned_units:
             for index, tensor in enumerate(unit.tensors):
                 for entry, views in unit.states.of_entries(optimizer.state, index):
                     run = slice(entry.shard.offset, entry.shard.offset + entry.shard.numel)
-                    for moment, name in carried.get(entry.info.name, {}).items():
+                    for moment, name in takeover.carried.get(entry.info.name, {}).items():
                         views[name].copy_(values(tensor, moment).reshape(-1)[run])
 
-    _succeed(optimizer, shapes, began, fill, author, note, elsewhere)
-
-
-def _succeed(
-    optimizer: ShardedOptimizer,
-    shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
-    began: int,
-    fill: Callable[[Mapping[str, Mapping[str, str]]], None],
-    author: str,
-    note: str = "",
-    elsewhere: Collection[str] = (),
-) -> None:
-    """Take over the moments that mean the same, start other states afresh, and tell the user."""
-    succession = optimizer.saved.succession
-    takeover = succession.plan(shapes if began else {}, optimizer.param_groups)
-    optimizer.forget_states()
-    fill(takeover.carried)
-    record = succession.record(takeover, began, elsewhere)
-    resume(optimizer, {}, began, {**optimizer.extra_state(), **record})
-    told = succession.told(takeover, author)
-    if optimizer.rank == 0:
-        logger.warning("%s%s", told, note)
+    resume(optimizer, {}, began, succession.record(takeover, began, elsewhere), fill)
+    succession.tell(takeover, author, note)
 
 
 def _stored_moments(optimizer: ShardedOptimizer, stored: NamedVectors) -> dict[str, dict[str, tuple[int, ...]]]:

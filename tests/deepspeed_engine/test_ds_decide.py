@@ -35,7 +35,7 @@ CASES = {
     ),
     "more ranks": _case(Way.MOVE, here={"ranks": 3}),
     "another stage": _case(Way.MOVE, here={"stage": 1}),
-    "another cut": _case(Way.MOVE, here={"cut": (True,)}),
+    "another cut": _case(Way.MOVE, here={"config": {"zero_optimization": {"round_robin_gradients": True}}}),
     "to ZeRO-3": _case(Way.MOVE, here=THREE),
     "weights of the same layout": _case(Way.DEEPSPEED, wanted=WEIGHTS),
     "weights for more ranks": _case(Way.DEEPSPEED, here={"ranks": 3}, wanted=WEIGHTS),
@@ -49,7 +49,9 @@ CASES = {
     "AdamW's moments, cut alike": _case(Way.MOVE, ADAMW, inherit=True),
     "AdamW's moments, for more ranks": _case(Way.MOVE, ADAMW, {"ranks": 3}, inherit=True),
     "AdamW's moments, for ZeRO-3": _case(Way.MOVE, ADAMW, THREE, inherit=True),
-    "AdamW's moments, cut otherwise": _case(Way.MOVE, ADAMW, {"cut": (True,)}, inherit=True),
+    "AdamW's moments, cut otherwise": _case(
+        Way.MOVE, ADAMW, {"config": {"zero_optimization": {"round_robin_gradients": True}}}, inherit=True
+    ),
     "AdamW's moments, in other groups": _case(Way.MOVE, {**ADAMW, "groups": 2}, inherit=True),
     "AdamW's moments, in a pipeline": _case(Way.DEEPSPEED, ADAMW, {"pipeline": True}, fresh=True),
     "AdamW's moments, with experts": _case(Way.DEEPSPEED, ADAMW, {"experts": True}, fresh=True),
