@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_patches.cpu import cpu_megatron
 from megatron_patches.param_groups import GROUP_KEYS
-from megatron_patches.records import RECORD, find_records
+from megatron_patches.records import RECORD, at_place, find_records
 from megatron_patches.whole_files import require_whole
 from rankwise.checkpoint.memory_mapped import joined_stacks, mapped_like, mapped_tensors
 from rankwise.checkpoint.named_checkpoint import (
@@ -192,10 +192,7 @@ def write_megatron(named: NamedCheckpoint, folder: Path, like: Path, scratch: Pa
     record |= {"step": int(step), "extra": named.extra, "groups": _written_groups(named, record, like)}
     _count_on(common, int(step))
     place = next(place for place, _ in find_records(common))
-    holder = common
-    for key in place:
-        holder = holder[key]
-    holder[RECORD] = record
+    at_place(common, place)[RECORD] = record
     with _one_process():
         objects = {key: entry for key, entry in entries.items() if isinstance(entry, ShardedObject)}
         loaded = dist_checkpointing.load({"objects": dict(objects)}, str(like))["objects"] if objects else {}

@@ -112,7 +112,7 @@ def _saved_names(state_dict: Mapping[str, Any]) -> list[list[str | None]]:
         count = len(group["params"])
         recorded = [next(records, {}).get("name") for _ in range(count)]
         listed = list(group.get("param_names") or ())
-        # Checkpoints that were written before the layout had names have a list of names.
+        # torch's own optimizers list the names in the group.
         names.append(listed if None in recorded and len(listed) == count else recorded)
     return names
 

@@ -564,8 +564,13 @@ class ShardedOptimizer(Optimizer, ABC):
                 self.followed.put_back(self.state, list(self.followed.counts))
 
     def kept_states(self, name: str) -> StateTypes:
-        """The element states that a parameter's rule keeps; see :meth:`SavedStates.kept_states`."""
-        return self.saved.kept_states(self.param_groups, name)
+        """The element states that a parameter's rule keeps, the same on every rank.
+
+        Raises:
+            KeyError: The optimizer has no such parameter.
+        """
+        info, index = self.table.catalog[name]
+        return self.table.element_states(info, self.table.routes[name].rule, self.param_groups[index])
 
     @undisturbed
     def stored_states(self, tensor: Tensor, name: str, state: str) -> list[tuple[int, Tensor]]:
