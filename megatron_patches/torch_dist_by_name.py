@@ -25,10 +25,10 @@ from rankwise.checkpoint.named_checkpoint import (
     NamedCheckpoint,
     NamedGroup,
     NamedParameter,
-    base_name,
     of_another,
 )
 from rankwise.layout.chunked_vectors import stored_tensors
+from rankwise.states.matrix_states import base_name
 
 __all__ = ["is_megatron", "read_megatron", "write_megatron"]
 

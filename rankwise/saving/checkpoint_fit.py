@@ -24,7 +24,7 @@ from rankwise.saving.states_by_parameter import (
     without_matrices,
 )
 from rankwise.states.group_values import GroupValues
-from rankwise.states.matrix_states import MatrixState
+from rankwise.states.matrix_states import MatrixState, base_name
 from rankwise.states.optimizer_spec import OptimizerSpec
 from rankwise.states.packed_states import packed_in
 from rankwise.states.param_remainders import REMAINDER
@@ -88,13 +88,8 @@ def in_order_of(owner: str, state_dict: Mapping[str, Any], ours: Names) -> dict[
 
 def _renamed(states: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
     """Rename the keys of states; the place in a stack is in brackets behind the name and is kept."""
-    renamed = {}
-    for key, state in states.items():
-        name = key
-        while name and name not in names:
-            name = name.rpartition("[")[0]
-        renamed[names[name] + key[len(name) :] if name else key] = state
-    return renamed
+    bases = {key: base_name(key, names) for key in states}
+    return {names[base] + key[len(base) :] if base else key: states[key] for key, base in bases.items()}
 
 
 def _reordered(group: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]:
