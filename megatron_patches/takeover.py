@@ -21,14 +21,13 @@ from megatron_patches.layouts import MegatronLayout
 from megatron_patches.records import Place, at_place, nested
 from rankwise.checkpoint.named_vectors import take_moments
 from rankwise.layout.agreement import gather_together
-from rankwise.states.state_takeover import MOMENTS
+from rankwise.states.state_takeover import MOMENTS, listed
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["TAKEOVER", "Takeover", "find_takeovers", "taken_over"]
 
 TAKEOVER = "rankwise_takeover"
 """Where a wrapper that is to be loaded leaves its own, in what it asks of a checkpoint."""
-_SHOWN = 3
 _AUTHOR = "Megatron's own optimizer"
 _WAY_OUT = "pass --no-load-optim to start from the model's weights with all states afresh"
 _ON_ITS_SIZES = (
@@ -237,8 +236,9 @@ def _scaler_in(common: Any) -> Any:
 def _rounded(names: Sequence[str]) -> str:
     if not names:
         return ""
-    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-    return f" The checkpoint has no full-precision weights that fit {shown}: they go on from the model's own type."
+    return (
+        f" The checkpoint has no full-precision weights that fit {listed(names)}: they go on from the model's own type."
+    )
 
 
 def find_takeovers(state: Any) -> Iterator[tuple[Place, MutableMapping[Any, Any]]]:

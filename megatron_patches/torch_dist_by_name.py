@@ -29,6 +29,7 @@ from rankwise.checkpoint.named_checkpoint import (
 )
 from rankwise.layout.chunked_vectors import stored_tensors
 from rankwise.states.matrix_states import base_name
+from rankwise.states.state_takeover import listed
 
 __all__ = ["is_megatron", "read_megatron", "write_megatron"]
 
@@ -236,9 +237,8 @@ def _compare(given: set[str], wanted: set[str], what: str) -> None:
     for problem, names in (("lacks", wanted - given), ("has, and the form to be written has not,", given - wanted)):
         if names:
             raise ConversionError(
-                f"what is to be converted {problem} the {what} {', '.join(sorted(names)[:3])}"
-                f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}: both must be of one model, whose weights "
-                "are divided into the same matrices (option 'blocks')"
+                f"what is to be converted {problem} the {what} {listed(sorted(names))}: both must be of one model, "
+                "whose weights are divided into the same matrices (option 'blocks')"
             )
 
 

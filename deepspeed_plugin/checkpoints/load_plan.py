@@ -9,25 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any
 
 from rankwise.layout.chunked_vectors import CheckpointError
 
-__all__ = ["Order", "Plan", "Present", "Saved", "Universal", "Wanted", "Way", "decide"]
+__all__ = ["Order", "Plan", "Present", "Saved", "Universal", "Wanted", "decide"]
 
 
 Order = tuple[tuple[str, ...], tuple[int, ...]]
 """Names in the model, and the number of parameters in each param group."""
-
-
-class Way(Enum):
-    """Who loads, and from what."""
-
-    DEEPSPEED = "DeepSpeed, by position in the ranks' files"
-    MOVE = "we, by name, from the files of the ranks that wrote it"
-    UNIVERSAL_STATES = "we, by name, from a universal checkpoint with our states"
-    UNIVERSAL_WEIGHTS = "we, from a universal checkpoint's weights"
 
 
 @dataclass(frozen=True)
@@ -168,7 +158,7 @@ class Plan:
     """What is to be done.
 
     Attributes:
-        way: Who loads.
+        by_name: Whether we load, by name; else DeepSpeed does, by position in the ranks' files.
         wanted: What is to be loaded: what was asked for, without states that are of no use here.
         note: What rank 0 says before.
         judge: Whether every rank's optimizer judges its file before any rank takes its own.
@@ -176,7 +166,7 @@ class Plan:
         inherit: Whether moments of AdamW or Muon are taken over in place of states of ours.
     """
 
-    way: Way
+    by_name: bool
     wanted: Wanted
     note: str | None = None
     judge: bool = False
@@ -196,13 +186,13 @@ def decide(saved: Saved | Universal | None, present: Present, wanted: Wanted) ->
         CheckpointError: It cannot be continued as asked; with what to do instead.
     """
     if saved is None:
-        return Plan(Way.DEEPSPEED, wanted)
+        return Plan(False, wanted)
     if isinstance(saved, Universal):
         return _of_universal(saved, present, wanted)
     _refuse_other_shards(saved, present)
     fresh = wanted.states and saved.author != present.identity
     if fresh and _inherits(saved, present, wanted):
-        return Plan(Way.MOVE, wanted, inherit=True)
+        return Plan(True, wanted, inherit=True)
     by_name = present.identity is not None and saved.author is not None and _moves(saved, present, wanted, fresh)
     in_place = by_name and (fresh or not wanted.states) and _is_for_deepspeed_alone(saved, present)
     chosen = replace(wanted, load_optimizer_states=False) if fresh or in_place else wanted
@@ -214,18 +204,18 @@ def decide(saved: Saved | Universal | None, present: Present, wanted: Wanted) ->
             _refuse_moved_experts(saved, present)
     if by_name and not present.is_divided:
         _refuse_unmovable(saved, present, chosen)
-        return Plan(Way.MOVE, chosen, note)
+        return Plan(True, chosen, note)
     if fresh:
         _refuse_wrong_weights(saved, present)
-        return Plan(Way.DEEPSPEED, chosen, note, refresh=present.copies)
+        return Plan(False, chosen, note, refresh=present.copies)
     judge = present.identity is not None and wanted.states and saved.ranks is not None and present.alone
-    return Plan(Way.DEEPSPEED, chosen, judge=judge)
+    return Plan(False, chosen, judge=judge)
 
 
 def _of_universal(saved: Universal, present: Present, wanted: Wanted) -> Plan:
     if present.identity is None:
         note = _fresh_note(f"the universal checkpoint in {saved.name}", saved.author, present)
-        return Plan(Way.DEEPSPEED, wanted, note if saved.author is not None and wanted.states else None)
+        return Plan(False, wanted, note if saved.author is not None and wanted.states else None)
     if present.is_divided:
         raise CheckpointError(
             "universal checkpoints of pipelines, of AutoTP and of expert layers cannot be loaded with a rankwise "
@@ -234,12 +224,9 @@ def _of_universal(saved: Universal, present: Present, wanted: Wanted) -> Plan:
     own = wanted.states and saved.author == present.identity
     with_states = own and (saved.holds_states or saved.has_source)
     _refuse_unmovable(saved, present, wanted if with_states else replace(wanted, load_optimizer_states=False))
-    if own and saved.holds_states:
-        return Plan(Way.UNIVERSAL_STATES, wanted)
-    if own and saved.has_source:
-        note = f"rankwise: {saved.name} holds weights; states are read from {saved.source}."
-        return Plan(Way.MOVE, wanted, note)
-    return Plan(Way.UNIVERSAL_WEIGHTS, wanted, _why_fresh(saved, present) if wanted.states else None)
+    if with_states and not saved.holds_states:
+        return Plan(True, wanted, f"rankwise: {saved.name} holds weights; states are read from {saved.source}.")
+    return Plan(True, wanted, _why_fresh(saved, present) if wanted.states and not with_states else None)
 
 
 def _moves(saved: Saved, present: Present, wanted: Wanted, fresh: bool) -> bool:

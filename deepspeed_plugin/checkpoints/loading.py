@@ -17,7 +17,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed_plugin.auto_tp import tensor_ranks
 from deepspeed_plugin.checkpoints.by_name import Checkpoint, load_by_name, without_record
 from deepspeed_plugin.checkpoints.files import SavedCheckpoint, tag_in, zero_form
-from deepspeed_plugin.checkpoints.load_plan import Order, Plan, Present, Wanted, Way, decide
+from deepspeed_plugin.checkpoints.load_plan import Order, Plan, Present, Wanted, decide
 from deepspeed_plugin.checkpoints.reading import read_together, require_intact
 from deepspeed_plugin.checkpoints.universal import UniversalCheckpoint
 from deepspeed_plugin.layouts import DeepSpeedLayout
@@ -61,9 +61,9 @@ def load_checkpoint(
     found, plan = judged() if present.identity is None else read_together(judged)
     if plan.note is not None:
         print_on_first_rank(plan.note)
-    if found is None or plan.way is Way.DEEPSPEED:
-        return _load_by_deepspeed(original, engine, load_dir, tag, plan)
-    return load_by_name(engine, found, plan)
+    if found is not None and plan.by_name:
+        return load_by_name(engine, found, plan)
+    return _load_by_deepspeed(original, engine, load_dir, tag, plan)
 
 
 # --- what is known of the run ----------------------------------------------------------------------------------------

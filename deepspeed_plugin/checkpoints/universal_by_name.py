@@ -31,6 +31,7 @@ from rankwise.checkpoint.named_checkpoint import (
     NamedParameter,
     of_another,
 )
+from rankwise.checkpoint.named_vectors import of_matrices
 from rankwise.layout.chunked_vectors import save_vectors
 
 __all__ = ["is_universal", "read_universal", "write_universal"]
@@ -82,7 +83,7 @@ def read_universal(folder: Path, scratch: Path) -> NamedCheckpoint:
     tied = found.content.get("shared_params") or {}
     module |= {name: parameters[first].weight for name, first in tied.items() if first in parameters}
     extra = {key: value for key, value in common.items() if key not in _OURS}
-    return NamedCheckpoint(identity, parameters, _matrices(vectors), groups, extra, module)
+    return NamedCheckpoint(identity, parameters, of_matrices(vectors), groups, extra, module)
 
 
 def _is_kept(name: str, value: Any, trained: set[str]) -> bool:
@@ -106,15 +107,6 @@ def _parameters(
             raise ConversionError(f"the checkpoint has no weight of {name!r}")
         states = {state: values[name] for state, values in whole.items() if state and name in values}
         yield name, NamedParameter(whole[""][name], states, step)
-
-
-def _matrices(vectors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    found: dict[str, dict[str, Tensor]] = {}
-    for path, value in vectors.items():
-        if path.startswith("matrix/"):
-            key, _, state = path.removeprefix("matrix/").rpartition("/")
-            found.setdefault(key, {})[state] = value
-    return found
 
 
 def write_universal(named: NamedCheckpoint, folder: Path) -> None:

@@ -36,6 +36,7 @@ __all__ = [
     "Vectors",
     "common_step",
     "merge_vectors",
+    "of_matrices",
     "owned_states",
     "restore",
     "resume",
@@ -219,6 +220,16 @@ def merge_vectors(parts: Sequence[Vectors]) -> Vectors:
     return merged
 
 
+def of_matrices(vectors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The states of matrices among named vectors, by matrix and by state."""
+    found: dict[str, dict[str, Any]] = {}
+    for path, value in vectors.items():
+        if path.startswith("matrix/"):
+            key, _, name = path.removeprefix("matrix/").rpartition("/")
+            found.setdefault(key, {})[name] = value
+    return found
+
+
 def restore(
     optimizer: ShardedOptimizer,
     saved: NamedVectors,
@@ -246,11 +257,9 @@ def restore(
 
     def judged() -> tuple[dict[str, MatrixState], dict[str, Tensor]]:
         _refuse_another_model(optimizer, saved, strict, group)
-        if extra is None:
-            return {}, _counts(saved) if inherited else {}
-        matrices = _owned_destinations(optimizer, saved)
+        matrices = {} if extra is None else _owned_destinations(optimizer, saved)
         optimizer.saved.refuse_misfits(optimizer, matrices)
-        return matrices, _counts(saved)
+        return matrices, {} if extra is None and not inherited else _counts(saved)
 
     # If a rank gave up alone, its caller might remove the files while others still look.
     matrices, steps = together(judged, group)
@@ -336,11 +345,7 @@ def _destinations(
 
 def _owned_destinations(optimizer: ShardedOptimizer, stored: NamedVectors) -> dict[str, MatrixState]:
     """Memory for the saved states of the matrices that this rank owns."""
-    saved: dict[str, dict[str, str]] = {}
-    for path in stored:
-        if path.startswith("matrix/"):
-            key, _, name = path.removeprefix("matrix/").rpartition("/")
-            saved.setdefault(key, {})[name] = path
+    saved = of_matrices({path: path for path in stored})
     # This place sees the states of all matrices, and is reached only once, so the warning comes from here.
     carried = optimizer.saved.carrier.carried(saved, announce=optimizer.rank == 0)
     owners = optimizer.owners()
