@@ -54,13 +54,13 @@ class StoredShard(NamedTuple):
         shard: Place of the run in the parameter.
         copy: Number of the copy, of several that ranks hold alike; copy 0 is to be written.
         weight: 1-D view of the optimizer's weight.
-        states: 1-D views of its element states, by name.
+        states: 1-D views of its element states, by name, or what stands for packed ones.
     """
 
     shard: Shard
     copy: int
     weight: Tensor
-    states: dict[str, Tensor]
+    states: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -80,30 +80,21 @@ class SlicePlace:
     axes: Mapping[str, int]
 
 
-def stored_shards(optimizer: ShardedOptimizer) -> Iterator[StoredShard]:
+def stored_shards(optimizer: ShardedOptimizer, closed: bool = False) -> Iterator[StoredShard]:
     """This rank's planned shards, with their states, which are allocated if need be.
 
     Args:
         optimizer: Planned optimizer, see :meth:`rankwise.step.optimizer.ShardedOptimizer.plan_ahead`.
+        closed: Whether packed states stay packed, as :class:`PackedValues`.
     """
     for unit in optimizer.planned_units:
         for index, tensor in enumerate(unit.tensors):
             flat = local_view(tensor).detach().view(-1)
-            for entry, states in unit.states.of_entries(optimizer.state, index):
+            for entry, states in unit.states.of_entries(optimizer.state, index, closed):
                 part = entry.shard
                 copy = list(unit.stored.copies[part.key]).index(part.copy)
                 weight = flat[part.offset : part.offset + part.numel]
                 yield StoredShard(part, copy, weight, states)
-
-
-def _places(optimizer: ShardedOptimizer) -> Iterator[tuple[Shard, Tensor, dict[str, Tensor | PackedValues]]]:
-    """This rank's planned shards, their weights, and the memory that their states are to be written to."""
-    for unit in optimizer.planned_units:
-        for index, tensor in enumerate(unit.tensors):
-            flat = local_view(tensor).detach().view(-1)
-            for entry, states in unit.states.to_fill(optimizer.state, index):
-                part = entry.shard
-                yield part, flat[part.offset : part.offset + part.numel], states
 
 
 def owned_states(optimizer: ShardedOptimizer) -> dict[str, MatrixState]:
@@ -325,7 +316,7 @@ def _destinations(
     """
     wanted: Vectors = {}
     unpacked: list[Callable[[], object]] = []
-    for part, weight, states_here in _places(optimizer):
+    for part, _, weight, states_here in stored_shards(optimizer, closed=True):
         remainder: Any = states_here.pop(REMAINDER, None)
         if remainder is not None and f"weight/{part.key}" in stored:
             whole = torch.empty_like(weight, dtype=torch.float32)
