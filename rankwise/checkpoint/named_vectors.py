@@ -249,7 +249,7 @@ def restore(
     def judged() -> tuple[dict[str, MatrixState], dict[str, Tensor]]:
         _refuse_another_model(optimizer, saved, strict, group)
         matrices = {} if extra is None else _owned_destinations(optimizer, saved)
-        optimizer.saved.refuse_misfits(optimizer, matrices)
+        optimizer.saved.fit.refuse_misfits(optimizer, matrices)
         return matrices, {} if extra is None and not inherited else _counts(saved)
 
     # If a rank gave up alone, its caller might remove the files while others still look.

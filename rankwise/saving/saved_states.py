@@ -11,7 +11,6 @@ from torch import Tensor
 
 from rankwise.layout.agreement import gather_together
 from rankwise.layout.dtensors import cut_as, is_sharded
-from rankwise.plan.checkpoint_mismatch import refuse_strange
 from rankwise.plan.planner import Planned, Planner
 from rankwise.plan.unit_builder import dtype_of
 from rankwise.saving.adamw_states import AdamWStates
@@ -355,7 +354,7 @@ class SavedStates:
         self.forget_consolidated()
         units = list(self._planner.units.values())
         matrix_states = self.carrier.carried(matrix_states)
-        self.refuse_misfits(optimizer, matrix_states)
+        self.fit.refuse_misfits(optimizer, matrix_states)
         device = next((unit.device for unit in units), torch.device("cpu"))
         self._matrix_states.load(
             {key: {name: value.to(device) for name, value in state.items()} for key, state in matrix_states.items()}
@@ -365,15 +364,6 @@ class SavedStates:
                 step = steps.get(group_index)
                 if step is not None:
                     states[tensor]["step"] = step.to(device=self._spec.count_device(tensor), copy=True)
-
-    def refuse_misfits(self, optimizer: Planned, matrix_states: Mapping[str, MatrixState]) -> None:
-        """Refuse states of other shapes than this rank's matrices have.
-
-        Raises:
-            MisfitError: A state has another shape; the message names the first one.
-        """
-        for unit in self._planner.units.values():
-            refuse_strange(self._spec.identity, unit, matrix_states, optimizer.step_costs(unit).matrix_state)
 
     # --- where states are stored --------------------------------------------------------------------------------
 
