@@ -198,11 +198,15 @@ def _refuse_other_model(engine: DeepSpeedEngine, content: Mapping[str, Any]) -> 
 
 def _restore_module(engine: DeepSpeedEngine, content: Mapping[str, Any], wanted: Wanted) -> None:
     """Buffers and untrained weights, or whatever the user's own function loads; before the trained weights."""
-    if wanted.custom_load_fn is not None:
-        wanted.custom_load_fn(src=content["module"], dst=engine.module)
-        _refresh_full_precision(engine)
-    else:
+    if wanted.custom_load_fn is None:
         _load_untrained(engine, content)
+        return
+    wanted.custom_load_fn(src=content["module"], dst=engine.module)
+    # DeepSpeed's wrappers keep full-precision copies of weights, which follow those that were changed from outside.
+    for name in ("refresh_fp32_params", "_restore_from_bit16_weights"):
+        if hasattr(engine.optimizer, name):
+            getattr(engine.optimizer, name)()
+            return
 
 
 def restore_engine(
@@ -253,15 +257,6 @@ def _load_untrained(engine: DeepSpeedEngine, content: Mapping[str, Any]) -> None
         if name in buffers or (name not in trained and (not isinstance(value, Tensor) or value.numel()))
     }
     engine.module.load_state_dict(kept, strict=False)
-
-
-def _refresh_full_precision(engine: DeepSpeedEngine) -> None:
-    """Take over weights of the model that were changed from outside."""
-    wrapper = engine.optimizer
-    for name in ("refresh_fp32_params", "_restore_from_bit16_weights"):
-        if hasattr(wrapper, name):
-            getattr(wrapper, name)()
-            return
 
 
 def _restore_scaler(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
