@@ -260,12 +260,11 @@ class taken_over:  # noqa: N801 - used as a function.
         self._found = {place: (holder[TAKEOVER], holder) for place, holder in find_takeovers(requested)}
         self._model = dict(_parameter_places(requested))
         self._common = stored.common
-        takeovers = [takeover for takeover, _ in self._found.values()]
         asked: list[dict[str, Any]] = []
 
         def ask() -> list[dict[str, tuple[str, ...]]]:
             asked.extend(takeover.ask(stored, _position(place)) for place, (takeover, _) in self._found.items())
-            return [takeover.lacking for takeover in takeovers]
+            return [takeover.lacking for takeover, _ in self._found.values()]
 
         everyone = _everyone(ask)
         for index, (takeover, holder) in enumerate(self._found.values()):
