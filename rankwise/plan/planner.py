@@ -155,13 +155,9 @@ class Planner:
         key = tuple((position, *map(id, group["params"])) for position, group in enumerate(groups) if group["params"])
         return self.units.get(key)
 
-    def place_of(self, tensor: Tensor) -> tuple[StepUnit, int] | None:
-        """Return the unit that a tensor is planned in, and its index there."""
-        for unit in self.units.values():
-            for index, candidate in enumerate(unit.tensors):
-                if candidate is tensor:
-                    return unit, index
-        return None
+    def places(self) -> dict[int, tuple[StepUnit, int]]:
+        """The unit of each planned tensor and its index there, by the tensor's identity."""
+        return {id(tensor): (unit, i) for unit in self.units.values() for i, tensor in enumerate(unit.tensors)}
 
     def kept_in(
         self, groups: Groups, tensor: Tensor, group: Mapping[str, Any], dtype: torch.dtype

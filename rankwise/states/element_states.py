@@ -402,13 +402,6 @@ class ElementStates:
         slot = self._slots[entry.shard.tensor].get(name)
         return None if slot is None else slot.offsets.get(entry.index)
 
-    def to_fill(self, states: States, index: int) -> list[tuple[Entry, dict[str, Tensor | PackedValues]]]:
-        """The entries in one tensor with the memory that their states are to be written to; packed ones stay packed."""
-        return [
-            (entry, {name: self._place(states, name, entry) for name in self._spec[entry.index]})
-            for entry in self._by_tensor[index]
-        ]
-
     def _place(self, states: States, name: str, entry: Entry) -> Tensor | PackedValues:
         index, slot = entry.shard.tensor, self._slots[entry.shard.tensor][name]
         if slot.packed is None:
@@ -416,10 +409,14 @@ class ElementStates:
         kept = self._packed(states, index, name)
         return PackedValues(kept, slot.packed, slot.offsets[entry.index], entry.shard.numel)
 
-    def of_entries(self, states: States, index: int) -> list[tuple[Entry, dict[str, Tensor]]]:
-        """The entries in one tensor with views of their opened states, which are allocated if need be."""
+    def of_entries(self, states: States, index: int, closed: bool = False) -> list[tuple[Entry, dict[str, Any]]]:
+        """The entries in one tensor with views of their states, which are allocated if need be.
+
+        Packed states are opened, or stay packed and :class:`PackedValues` stand for them, if ``closed``.
+        """
+        place = self._place if closed else self._open_view
         return [
-            (entry, {name: self._open_view(states, name, entry) for name in self._spec[entry.index]})
+            (entry, {name: place(states, name, entry) for name in self._spec[entry.index]})
             for entry in self._by_tensor[index]
         ]
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["MatrixState", "MatrixStates", "kept_by"]
+__all__ = ["MatrixState", "MatrixStates", "base_name", "kept_by"]
 
 MatrixState = dict[str, Tensor]
 _NOBODY: Mapping[tuple[str, str], int] = {}
@@ -93,6 +93,13 @@ class MatrixStates(dict[str, MatrixState]):
     def nbytes(self) -> int:
         """Bytes of all states in use."""
         return sum(map(self.bytes_of, self))
+
+
+def base_name(key: str, names: Container[str]) -> str:
+    """The name that the key of a matrix begins with, before brackets; empty if there is none."""
+    while key and key not in names:
+        key = key.rpartition("[")[0]
+    return key
 
 
 def kept_by(

@@ -89,7 +89,7 @@ def test_the_planner_plans_once_and_forgets() -> None:
     parts = Parts()
     unit = parts.planner.plan_present(parts, parts.groups)
     assert parts.planner.find(parts.groups) is unit and unit.keys("matrix") == ["wide"]
-    assert parts.planner.place_of(parts.weights[1]) == (unit, 1)
+    assert parts.planner.places()[id(parts.weights[1])] == (unit, 1)
     assert copy.deepcopy(parts.planner).units == {}
     parts.planner.forget()
     assert parts.planner.find(parts.groups) is None
