@@ -16,23 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 from torch import Tensor
 
+from rankwise.intervals import Run
 from rankwise.layout.even_cuts import EvenLayout
 from rankwise.layout.layout import Layout, Shard
 
 __all__ = ["Block", "cut_into_blocks", "in_blocks"]
-
-
-class _Runs(NamedTuple):
-    """The runs of a block in a flattened weight, or in the columns of it that a rank holds."""
-
-    first: int
-    width: int
-    period: int
-    number: int
 
 
 @dataclass(frozen=True)
@@ -78,22 +69,22 @@ class Block:
             columns: Columns of the weight.
         """
         runs = self._flat(rows, columns)
-        shape, strides = (*values.shape[:-1], runs.number, runs.width), (*values.stride()[:-1], runs.period, 1)
-        return values.as_strided(shape, strides, values.storage_offset() + runs.first)
+        shape, strides = (*values.shape[:-1], runs.rows, runs.width), (*values.stride()[:-1], runs.stride, 1)
+        return values.as_strided(shape, strides, values.storage_offset() + runs.offset)
 
     def slices(self, rows: int, columns: int = 1) -> list[slice]:
         """Ranges of the runs in a flattened weight of this shape, in the block's own order."""
         runs = self._flat(rows, columns)
-        starts = (runs.first + index * runs.period for index in range(runs.number))
+        starts = (runs.offset + index * runs.stride for index in range(runs.rows))
         return [slice(start, start + runs.width) for start in starts]
 
-    def _flat(self, rows: int, columns: int) -> _Runs:
-        """Runs in the flattened weight, where every row has the runs of columns."""
+    def _flat(self, rows: int, columns: int) -> Run:
+        """The runs in the flattened weight, where every row has the runs of columns."""
         if not self.by_columns:
-            return _Runs(self.first * columns, self.width * columns, self.period * columns, self.count)
+            return Run(self.first * columns, self.width * columns, self.count, self.period * columns)
         if self.count == 1:
-            return _Runs(self.first, self.width, columns, rows)
-        return _Runs(self.first, self.width, self.period, self.count * rows)
+            return Run(self.first, self.width, rows, columns)
+        return Run(self.first, self.width, self.count * rows, self.period)
 
     def runs(self) -> Iterator[tuple[int, int]]:
         """Start and end of each run along the cut dimension."""
@@ -194,29 +185,29 @@ def _pieces_of_columns(whole: Shard, part: Shard, block: Block) -> Iterator[Shar
             before = index * block.width - start
             columns = (first + before, last + before)
             piece = replace(whole, columns=None if columns == (0, block.size) else columns)
-            yield from _pieces(piece, _Runs(first - left, last - first, right - left, part.shape[0]))
+            yield from _pieces(piece, Run(first - left, last - first, part.shape[0], right - left))
 
 
-def _pieces(part: Shard, runs: _Runs) -> Iterator[Shard]:
-    """Cut the part of runs that lies in a shard; both count elements of the same flattened tensor."""
-    first = max(0, (part.start - runs.first - runs.width) // runs.period + 1)
-    last = min(runs.number, -(-(part.end - runs.first) // runs.period))
+def _pieces(part: Shard, runs: Run) -> Iterator[Shard]:
+    """Cut the part of a block's runs that lies in a shard; both count elements of the same flattened tensor."""
+    first = max(0, (part.start - runs.offset - runs.width) // runs.stride + 1)
+    last = min(runs.rows, -(-(part.end - runs.offset) // runs.stride))
     if first >= last:
         return
 
     def piece(begin: int, end: int, run: int, before: int = 0) -> Shard:
         """Elements [begin, end) of the block, the first of them ``before`` elements into a run."""
-        offset = part.offset + runs.first + run * runs.period + before - part.start
+        offset = part.offset + runs.offset + run * runs.stride + before - part.start
         count = (end - begin) // runs.width
-        spread = (count, runs.period) if count > 1 and runs.period > runs.width else None
+        spread = (count, runs.stride) if count > 1 and runs.stride > runs.width else None
         return replace(part, start=begin, end=end, offset=offset, spread=spread)
 
-    cut = part.start - runs.first - first * runs.period
+    cut = part.start - runs.offset - first * runs.stride
     if cut > 0:
         end = min(runs.width, cut + part.numel)
         yield piece(first * runs.width + cut, first * runs.width + end, first, cut)
         first += 1
-    left = min(runs.width, part.end - runs.first - (last - 1) * runs.period)
+    left = min(runs.width, part.end - runs.offset - (last - 1) * runs.stride)
     whole = last if left == runs.width else last - 1
     if first < whole:
         yield piece(first * runs.width, whole * runs.width, first)

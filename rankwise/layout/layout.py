@@ -6,31 +6,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
 
 import torch.distributed as dist
-from torch import Tensor
 
+from rankwise.intervals import Run
 from rankwise.layout.agreement import gather_together
 
-__all__ = ["Layout", "LayoutError", "Shard", "StridedRun"]
+__all__ = ["Layout", "LayoutError", "Shard"]
 
 
 class LayoutError(RuntimeError):
     """The shards that a framework reported do not tile their parameters."""
-
-
-class StridedRun(NamedTuple):
-    """``rows`` runs of ``width`` consecutive elements, ``stride`` apart, from ``offset`` of a flattened tensor."""
-
-    offset: int
-    rows: int
-    stride: int
-    width: int
-
-    def of(self, flat: Tensor, first: int = 0) -> Tensor:
-        """View the place in a flat tensor, (rows, width); ``first`` is the offset of the parameter there."""
-        return flat.as_strided((self.rows, self.width), (self.stride, 1), flat.storage_offset() + first + self.offset)
 
 
 @dataclass(frozen=True)
@@ -83,11 +69,16 @@ class Shard:
         """Elements of the parameter, or of the block of columns that the run is a part of."""
         return prod(self.shape) if self.columns is None else prod(self.shape[:-1]) * self.row_length
 
+    def stored(self, offset: int) -> Run:
+        """Where its values lie in a flat tensor that is laid out alike and has the first of them at ``offset``."""
+        rows, stride = self.spread or (1, 0)
+        return Run(offset, self.numel // rows, rows, stride)
+
     @cached_property
-    def places(self) -> tuple[StridedRun, ...]:
+    def places(self) -> tuple[Run, ...]:
         """Runs of the row-major flattened parameter that make up this one: one, or up to three among columns."""
         if self.columns is None:
-            return (StridedRun(self.start, 1, self.numel, self.numel),)
+            return (Run(self.start, self.numel),)
         length, width, left = self.shape[-1], self.row_length, self.columns[0]
         runs = []
         position = self.start
@@ -95,7 +86,7 @@ class Shard:
             row, column = divmod(position, width)
             whole = (self.end - position) // width if column == 0 else 0
             rows, part = (whole, width) if whole else (1, min(width - column, self.end - position))
-            runs.append(StridedRun(row * length + left + column, rows, length, part))
+            runs.append(Run(row * length + left + column, part, rows, length))
             position += rows * part
         return tuple(runs)
 
