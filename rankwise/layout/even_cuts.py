@@ -14,8 +14,8 @@ from typing import NamedTuple, TypeVar
 from rankwise.intervals import Interval
 from rankwise.layout.fused_blocks import Block, cut_into_blocks
 from rankwise.layout.layout import Layout
-from rankwise.layout.layout_source import Slice, TensorContents
-from rankwise.layout.shards import Shard
+from rankwise.layout.layout_source import TensorContents
+from rankwise.layout.shards import Shard, Slice
 
 __all__ = ["EvenCuts", "EvenLayout"]
 
@@ -73,8 +73,8 @@ class _Run(NamedTuple):
         held = share.common(self.first, self.first + self.shard.numel)
         if not held.length:
             return None
-        place = (*held.shifted(-self.first), 0, self.base + held.start - share.start)
-        return Shard(self.shard.key, self.shard.shape, *place)
+        place = (*held.shifted(-self.first), self.base + held.start - share.start)
+        return Shard(self.shard.key, *place, shape=self.shard.shape, tensor=0)
 
 
 class EvenLayout(Layout):
@@ -100,7 +100,7 @@ class EvenLayout(Layout):
         blocks: Mapping[str, Sequence[Block]] = MappingProxyType({}),
     ) -> None:
         runs, base, end = {}, {}, 0
-        stored = {piece.name: piece.offset for piece in cuts.whole().slices}
+        stored = {piece.key: piece.offset for piece in cuts.whole().slices}
         for name in cuts.sizes:
             base[name], end = end, end + cuts.share(name)
         for shard in whole:

@@ -1,4 +1,4 @@
-"""A shard: where the elements of a parameter lie that a rank holds."""
+"""Slices of parameters and shards: which elements of a parameter a rank holds, and where they are stored."""
 
 from __future__ import annotations
 
@@ -9,41 +9,50 @@ from math import prod
 
 from rankwise.intervals import Run
 
-__all__ = ["Shard"]
+__all__ = ["Shard", "Slice"]
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A contiguous run of one parameter inside one of the tensors the optimizer was handed.
+class Slice:
+    """Elements [start, end) of a flattened parameter, and where one of the optimizer's tensors stores them.
 
     Attributes:
         key: Unique name of the parameter (or of one matrix of a stack, ``"name[3]"``).
-        shape: Logical shape of the parameter, before any rank cut it.
-        start: First element of the run in the row-major flattened parameter, or in its block of columns.
-        end: One past the last element of the run.
-        tensor: Index of the optimizer's tensor that stores the run.
-        offset: Position of the run in that tensor, flattened.
-        columns: The block of columns [first, last) of which the run is a part, where tensor parallelism cut the
+        start: First element in the row-major flattened parameter, or in its block of columns.
+        end: One past the last element.
+        offset: Position of the first element in the flattened tensor.
+        columns: The block of columns [first, last) of which the elements are a part, where tensor parallelism cut the
             parameter along its last dimension; None where rows are whole.
-        copy: Number of the copy that the run belongs to, where ranks hold the parameter alike.
+        copy: Number of the copy that they belong to, where ranks hold the parameter alike.
+    """
+
+    key: str
+    start: int
+    end: int
+    offset: int
+    columns: tuple[int, int] | None = None
+    copy: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard(Slice):
+    """A slice of a parameter of known shape, in one of the tensors that a step works on.
+
+    Attributes:
+        shape: Logical shape of the parameter, before any rank cut it.
+        tensor: Index of the optimizer's tensor that stores the run.
         spread: Number of equal parts and distance between their beginnings, where the run is stored with gaps; None
             where it is stored in one part.
     """
 
-    key: str
     shape: tuple[int, ...]
-    start: int
-    end: int
     tensor: int
-    offset: int
-    columns: tuple[int, int] | None = None
-    copy: int = 0
     spread: tuple[int, int] | None = None
-
-    @property
-    def numel(self) -> int:
-        """Number of elements of the run."""
-        return self.end - self.start
 
     @property
     def is_whole(self) -> bool:

@@ -67,7 +67,7 @@ class UnitBuilder:
             entries.extend(self.entries(contents))
             if self._spec.options.store_param_remainders:
                 places = zip(tensors, contents, strict=True)
-                stored = {part.name: tensor for tensor, content in places for part in content.slices}
+                stored = {part.key: tensor for tensor, content in places for part in content.slices}
                 refuse_wide_copies(self._spec.name, stored, self._table.parameters)
             return [entry.shard for entry in entries]
 
