@@ -34,13 +34,11 @@ class RunPlan:
 
     Attributes:
         lengths: Lengths of all runs.
-        tensors: How many flat tensors there are.
         has_gaps: Whether a run is stored in several parts.
     """
 
     def __init__(self, places: Sequence[Sequence[Run]]) -> None:
         self.places = tuple(map(tuple, places))
-        self.tensors = len(places)
         self.lengths = tuple(place.numel for found in self.places for place in found)
         self.has_gaps = any(place.rows > 1 for found in self.places for place in found)
         self._cuts = [_Cutting(found) for found in self.places]

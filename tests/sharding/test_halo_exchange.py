@@ -11,6 +11,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from rankwise.comm.halo import HaloExchange, ReadField
+from rankwise.comm.volume import halo_volume
 from rankwise.layout.layout import Layout, Shard
 
 CPU = torch.device("cpu")
@@ -128,6 +129,7 @@ def _narrow(rank: int, world: int) -> list[Tensor]:
     halo = HaloExchange(layout, 4, ["w"], CPU, torch.float64)
     values = torch.arange(1.0, 21.0, dtype=torch.float64).view(4, 5)[:, slice(*columns)]
     found = halo([reader([values.reshape(-1)])])[0][0].rows
+    assert halo.traffic == halo_volume(layout, ["w"], 4, 1, 8, by_row=False)[rank]
     assert found is not None
     return list(found)
 
