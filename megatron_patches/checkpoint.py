@@ -322,17 +322,11 @@ def _rectangles(shard: Shard, copy: int | tuple[int, int], name: str, values: Te
     if len(shard.shape) != 2:
         yield _Piece(name, values, (prod(shard.shape),), (shard.start,), copy)
         return
-    width = shard.row_length
-    left = 0 if shard.columns is None else shard.columns[0]
-    position = shard.start
-    while position < shard.end:
-        row, column = divmod(position, width)
-        whole = (shard.end - position) // width if column == 0 else 0
-        rows, part = (whole, width) if whole else (1, min(width - column, shard.end - position))
-        first = position - shard.start
-        view = values[first : first + rows * part].view(rows, part)
+    left, first = 0 if shard.columns is None else shard.columns[0], 0
+    for row, column, rows, width in shard.rectangles():
+        view = values[first : first + rows * width].view(rows, width)
         yield _Piece(name, view, shard.shape, (row, left + column), copy)
-        position += rows * part
+        first += rows * width
 
 
 def _sharded(piece: _Piece, is_loading: bool) -> ShardedTensor:

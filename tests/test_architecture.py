@@ -68,7 +68,7 @@ PAPERS = tuple(
 ROOMS = tuple(
     f"rankwise.{room}"
     for room in (
-        "version options updates kernels routing layout comm states plan saving step checkpoint statistics".split()
+        "version intervals options updates kernels routing layout comm states plan saving step checkpoint statistics".split()
     )
 )
 
@@ -80,10 +80,10 @@ def rooms_up_to(room: str) -> tuple[str, ...]:
 ALLOWED: dict[str, tuple[str, ...]] = {
     "rankwise.options": ("rankwise.options",),
     "rankwise.updates": ("rankwise.updates",),
-    "rankwise.kernels": ("rankwise.kernels", "rankwise.updates"),
+    "rankwise.kernels": ("rankwise.kernels", "rankwise.intervals", "rankwise.updates"),
     "rankwise.routing": ("rankwise.routing", "rankwise.options"),
-    "rankwise.layout": ("rankwise.layout", "rankwise.options", "rankwise.routing"),
-    "rankwise.comm": ("rankwise.comm", "rankwise.layout", "rankwise.kernels"),
+    "rankwise.layout": ("rankwise.layout", "rankwise.intervals", "rankwise.options", "rankwise.routing"),
+    "rankwise.comm": ("rankwise.comm", "rankwise.intervals", "rankwise.layout", "rankwise.kernels"),
     **{f"rankwise.{room}": rooms_up_to(room) for room in ("states", "plan", "saving", "step", "checkpoint")},
     "rankwise.statistics": ROOMS,
     # A paper's room knows no other paper's.

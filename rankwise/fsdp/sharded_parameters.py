@@ -120,7 +120,7 @@ class ShardedParameters(WholeParameters):
             raise OptionError(
                 f"the parameter '{name}' is invalid, with the placements {tuple(placements)}: {error}"
             ) from None
-        has, expected = local_view(tensor).numel(), sum(part.end - part.start for part in slices)
+        has, expected = local_view(tensor).numel(), sum(part.numel for part in slices)
         if has != expected:
             raise LayoutError(
                 f"this rank has {has} elements of '{name}', but by its placements {tuple(placements)} on a mesh of "

@@ -14,7 +14,6 @@ from rankwise.kernels.low_precision_runs import is_coded
 from rankwise.layout.agreement import gather_together
 from rankwise.layout.dtensors import is_sharded
 from rankwise.layout.even_cuts import EvenCuts, EvenLayout
-from rankwise.layout.fused_blocks import in_blocks
 from rankwise.layout.layout import Layout, LayoutError, Shard
 from rankwise.layout.layout_source import LayoutSource, TensorContents
 from rankwise.layout.logical_matrices import block_info
@@ -68,7 +67,7 @@ class UnitBuilder:
             entries.extend(self.entries(contents))
             if self._spec.options.store_param_remainders:
                 places = zip(tensors, contents, strict=True)
-                stored = {part.name: tensor for tensor, content in places for part in content.slices}
+                stored = {part.key: tensor for tensor, content in places for part in content.slices}
                 refuse_wide_copies(self._spec.name, stored, self._table.parameters)
             return [entry.shard for entry in entries]
 
@@ -176,7 +175,7 @@ class UnitBuilder:
             positions=positions,
             planned_groups={position: dict(group) for position, group in (other_groups | dict(groups)).items()},
             stored=layout,
-            layout=in_blocks(layout, blocks),
+            layout=layout.cut(blocks),
             stored_entries=entries,
             entries=entries_of_blocks(entries, blocks, infos, routes),
             states=ElementStates(tensors, entries if tensors else [], spec, dtype, of_empty),

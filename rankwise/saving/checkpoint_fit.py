@@ -262,7 +262,7 @@ class CheckpointFit:
         # Shapes depend on no type.
         content, kept = self._planner.kept_in(groups, tensor, group, torch.float32)
         whole = self._planner.name_of(tensor)
-        key = whole or ", ".join(part.name for part in content.slices[:3])
+        key = whole or ", ".join(part.key for part in content.slices[:3])
         for name, shape in kept.shapes(0).items():
             if name in states:
                 check_shape(owner, key, name, self._opened_shape(key, name, states[name], record), [shape])

@@ -17,13 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.kernels import graphs
+from rankwise.kernels.run_views import TensorRuns
 from rankwise.layout.layout_source import real_view, refuse_unreadable
 from rankwise.plan.notes import Note
 from rankwise.plan.planner import Planner
 from rankwise.plan.step_unit import Bucket, StepUnit
 from rankwise.plan.transition import Transition
 from rankwise.routing.roles import Rule
-from rankwise.states.element_states import EntryRuns, States, offset_runs
+from rankwise.states.element_states import States, offset_runs
 from rankwise.states.entries import Entry, PlannedEntries
 from rankwise.states.optimizer_spec import OptimizerSpec
 from rankwise.states.param_remainders import NARROW, REMAINDER
@@ -308,7 +309,7 @@ class _BucketPlan(NamedTuple):
     rule: Rule
     before: int
     entries: PlannedEntries
-    runs: EntryRuns
+    runs: TensorRuns[int]
 
 
 def _plans_of(

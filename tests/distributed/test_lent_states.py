@@ -195,7 +195,7 @@ def _restore(rank: int, world: int, folder: Path, extra: Any, every: bool) -> fl
         restore(optimizer, VectorFolder(folder), world_group(), extra)
         framework.count = 5
         _steps(framework, 4)
-    errors = [(values - run_of(expected[piece.name], piece)).abs().max() for piece, values in framework.pieces()]
+    errors = [(values - run_of(expected[piece.key], piece)).abs().max() for piece, values in framework.pieces()]
     return float(max(errors)) / change
 
 

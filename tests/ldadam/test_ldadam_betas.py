@@ -160,12 +160,12 @@ def test_constant_betas_are_the_published_step() -> None:
 def _sharded(rank: int, world: int) -> dict[str, float]:
     """Largest deviation from one process, over each layout, with a rank's part saved and loaded on the way."""
     alone = _train("replicated", 0, 1)
-    expected = {piece.name: values for piece, values in alone.pieces()}
+    expected = {piece.key: values for piece, values in alone.pieces()}
     found = {}
     for layout in ("replicated", "flat", "cut"):
         framework = _train(layout, rank, world)
         found[layout] = max(
-            float((values - expected[piece.name].reshape(-1)[piece.start : piece.end]).abs().max())
+            float((values - expected[piece.key].reshape(-1)[piece.start : piece.end]).abs().max())
             for piece, values in framework.pieces()
         )
     return found
