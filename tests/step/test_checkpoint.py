@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
 import torch
 from cases import BY_NAME, Case, advance, assert_same, cases, loss_of, net, setup, weights
+from saved_files import through_a_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -19,13 +19,6 @@ def other_values(case: Case) -> dict[str, float]:
     """Of a group, which a checkpoint must bring back; an option that nothing reads cannot be given."""
     found = {"lr": 0.7, "weight_decay": 0.9, "eps": 0.3}
     return {key: value for key, value in found.items() if case.options.get("backend") != "sgd" or key != "eps"}
-
-
-def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def resumed(case: Case, model: nn.Module, optimizer: Any, **overrides: Any) -> tuple[nn.Module, Any]:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from cases import BY_NAME, Case, advance, assert_same, cases, loss_of, net, setup, weights
-from test_checkpoint import tensors, through_a_file
+from saved_files import through_a_file
+from test_checkpoint import tensors
 from torch import Tensor, nn
 
 OF_EVERY_TYPE = ["mars-adamw", "mars-lion", "mars-shampoo", "mars-m", "sonew-tridiagonal", "ldadam", "mkor-adamw"]
