@@ -67,9 +67,8 @@ PAPERS = tuple(
 # From below: each may import what stands before it, and is named with what of that it does.
 ROOMS = tuple(
     f"rankwise.{room}"
-    for room in (
-        "version intervals options updates kernels routing layout comm states plan saving step checkpoint statistics".split()
-    )
+    for room in "version intervals options updates kernels routing layout comm".split()
+    + "states plan saving step checkpoint statistics".split()
 )
 
 
