@@ -1,9 +1,10 @@
 # make setup    virtual environment with torch, DeepSpeed, megatron-core and this package
 # make train    small GPT on real text, AdamW against OPTIMIZER under FRAMEWORK (see below), two ranks
 # make test     the test suite          make lint    ruff and mypy
+# make package  wheel and source archive, tried in clean environments          make site    these pages, into build/site
 # make quick    what one process of torch can show in a few minutes: formulas, options, routing, plans, steps
 #
-# Variables: OPTIMIZER=mars-m (mars, mars-adamw, mars-lion, mars-shampoo, mars-m, sonew, ldadam, mkor, mkor-h; several
+# Variables: OPTIMIZER=mars-m (mars, mars-adamw, mars-lion, mars-shampoo, mars-m, sonew, ldadam, mkor, mkor-h, mkor-sketch; several
 # separated by commas, or all), FRAMEWORK=deepspeed or megatron, ARGS="--steps 1000 --stage 3" (rankwise train --help),
 # PYTHON, VENV, TORCH, PIP_ARGS, WORKERS (of the test suite, a core each), PYTEST_ARGS, TESTS (files and folders of the
 # suite), MEGATRON=PATH (a checkout of Megatron-LM to test against: our tests of Megatron, unless TESTS names others),
@@ -41,7 +42,7 @@ STAMP := $(VENV)/.setup-done
 # DeepSpeed looks for ninja on PATH; it is installed in the environment.
 export PATH := $(BIN):$(PATH)
 
-.PHONY: setup train test quick lint clean
+.PHONY: setup train test quick lint package site clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -69,6 +70,22 @@ lint: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+# Wheel and source archive, each installed into an environment of its own, which then looks at itself.
+package:
+	rm -rf dist build/packaging
+	$(PYTHON) -m venv build/packaging/tools
+	build/packaging/tools/bin/python -m pip install $(PIP_ARGS) build twine
+	build/packaging/tools/bin/python -m build
+	build/packaging/tools/bin/python -m twine check --strict dist/*
+	for archive in dist/*.whl dist/*.tar.gz; do \
+	    $(PYTHON) -m venv --clear build/packaging/clean && \
+	    build/packaging/clean/bin/python -m pip install $(PIP_ARGS) "$(TORCH)" "$$archive" && \
+	    (cd build/packaging && clean/bin/rankwise doctor) || exit 1; \
+	done
+
+site: setup
+	$(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

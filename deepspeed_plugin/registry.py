@@ -152,6 +152,8 @@ def _hear_of_type(spelling: str, named: Named | None) -> None:
     if named is None:
         for name in names:
             delattr(torch.optim, name)
+        supported = zero_utils.ZERO_SUPPORTED_OPTIMIZERS
+        supported[:] = [cls for cls in supported if cls in CLASSES or not issubclass(cls, ShardedOptimizer)]
         return
     if spelling.lower() in DEEPSPEED_OPTIMIZERS or not all(map(_is_free, names)):
         raise OptionError(

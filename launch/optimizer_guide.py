@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from rankwise.configs import deepspeed_config
-from rankwise.estimate import estimate
-from rankwise.launch.planning.model_shapes import build
-from rankwise.launch.planning.optimizers import built, chosen
-from rankwise.names import BY_SPELLING
+from rankwise.names import BY_NAME, BY_SPELLING, Named, is_ours
 
-__all__ = ["CHOICES", "Characteristics", "Row", "as_markdown", "rows", "shown"]
+__all__ = ["CHOICES", "RECORDED", "SETTING", "Characteristics", "Row", "as_markdown", "computed", "rows", "shown"]
 
-REFERENCE, RANKS, STAGE = "llama-1b", 64, 3
-"""The model and the ranks that bytes are computed for."""
+RECORDED = Path(__file__).parent / "recorded" / "costs.json"
+"""What :func:`computed` gave for every type of ours: ``python -m rankwise.launch.optimizer_guide`` writes it."""
+REFERENCE, RANKS, STAGE, TOKENS = "llama-8b", 64, 3, 1 << 20
+SETTING = "Llama 8 B on 64 H100s, ZeRO-3, 1,048,576 tokens a step"
+REACHED = 0.4
+"""Share of the data sheet's operations per second that training reaches, as in `rankwise plan`."""
 NOT_MEASURED = "not measured yet"
+SIZES = ("0.12M", "0.26M")
+"""Sizes of docs/sizes.md that the table shows; it is sorted by the first, at which all types were measured."""
 
 
 @dataclass(frozen=True)
@@ -31,61 +38,105 @@ class Characteristics:
     Attributes:
         purpose: What it is for.
         against: When not to take it.
+        brief: What it is, in a few words.
         rate: Best learning rate over AdamW's in the longest searches of docs/rates.md; else :data:`NOT_MEASURED`.
         gains: Held-out loss less AdamW's in nats per byte by parameters, of docs/sizes.md; else :data:`NOT_MEASURED`.
+        gpu: Its step's name in docs/gpu.md, and the time over fused AdamW's there; None: not measured.
     """
 
     purpose: str
     against: str
+    brief: str
     rate: str = NOT_MEASURED
     gains: str = NOT_MEASURED
+    gpu: tuple[str, float] | None = None
 
 
 CHOICES: Mapping[str, Characteristics] = {
-    "MARS": Characteristics('the four below, by "variant"', "see there", "2 to 4", "see there"),
+    "MARS": Characteristics('the four below, by "variant"', "see there", "by its variant", "2 to 4", "see there"),
     "MARS-AdamW": Characteristics(
         "AdamW with variance reduction, element by element",
         "exact mode under an engine: it needs two gradients",
+        "AdamW, variance reduced",
         "2 to 4",
         "-0.09 at 0.075M, -0.04 at 0.12M, -0.02 at 0.26M",
+        ("MARS-AdamW", 1.49),
     ),
     "MARS-Lion": Characteristics(
         "Lion with variance reduction: AdamW's memory",
         "a first choice: it ended behind AdamW in most runs",
+        "Lion, variance reduced",
         "0.25",
+        gpu=("MARS-Lion", 1.22),
     ),
     "MARS-Shampoo": Characteristics(
-        "orthogonalised momentum with variance reduction", "slow links at stage 3; CPUs without fast products", "16"
+        "orthogonalised momentum with variance reduction",
+        "slow links at stage 3; CPUs without fast products",
+        "MARS-M at Muon's rates",
+        "16",
+        gpu=("MARS-Shampoo", 16.96),
     ),
     "MARS-M": Characteristics(
         "Muon with variance reduction",
         "slow links at stage 3; CPUs without fast products",
+        "Muon, variance reduced",
         "5",
         "-0.27 at 0.075M, -0.17 at 0.12M, -0.12 at 0.26M",
+        ("MARS-M", 16.79),
     ),
     "SONew": Characteristics(
-        "second-order steps whose states are as long as the weights; hardly any traffic",
+        "second-order steps with states as long as the weights; hardly any traffic",
         "wide bands (4 and more): states and time grow with the band",
+        "second order, no traffic",
         "2",
         "-0.09 at 0.075M, -0.05 at 0.12M",
+        ("SONew, tridiagonal", 1.80),
     ),
     "LDAdam": Characteristics(
         "less memory than AdamW's: moments in a subspace, with error feedback",
         "models whose embedding holds most parameters, which keep AdamW's 8 bytes; ranks near the width",
+        "AdamW in less memory",
         "2",
         "-0.08 at 0.075M, -0.01 at 0.12M",
+        ("LDAdam, rank 256", 9.75),
     ),
     "MKOR": Characteristics(
-        "second-order steps by Kronecker factors of activations and output gradients, or (rule sketch) of gradients",
+        "the paper's second-order steps: Kronecker factors of activations and output gradients",
         "short of memory (two factors for each matrix); stacked experts, which take its backend",
+        "second order, the paper's",
         "2 to 4",
         "+0.03? at 0.075M, -0.02 at 0.12M, -0.02 at 0.26M",
+        ("MKOR", 5.22),
     ),
     "MKOR-H": Characteristics(
-        "MKOR that ends as its backend once the loss flattens", "runs too short to reach its knee", "4"
+        "MKOR that ends as its backend once the loss flattens",
+        "runs too short to reach its knee",
+        "MKOR, then AdamW alone",
+        "4",
+    ),
+    "MKOR-Sketch": Characteristics(
+        "MKOR with factors of the gradient itself, updated at every step; our rule, not the paper's",
+        "short of memory (two factors for each matrix)",
+        "second order, our own rule",
+        "2",
+        "-0.23 at 0.075M, -0.13 at 0.12M, -0.09 at 0.26M",
     ),
 }
 """By the spelling of a JSON's ``"type"``."""
+
+
+class Price(NamedTuple):
+    """What a type costs in the :data:`SETTING`, with the options of its configuration for that model.
+
+    Attributes:
+        state: Bytes for each parameter, of all ranks together.
+        sent: Bytes for each parameter that all ranks together send in a step.
+        share: Of a whole training step.
+    """
+
+    state: float
+    sent: float
+    share: float
 
 
 class Row(NamedTuple):
@@ -95,97 +146,174 @@ class Row(NamedTuple):
         name: Name of the type.
         purpose: See :class:`Characteristics`.
         against: See :class:`Characteristics`.
-        rate: See :class:`Characteristics`; with what the ready configuration has.
+        brief: See :class:`Characteristics`.
+        rate: See :class:`Characteristics`.
+        ready: The ready file's learning rate over AdamW's there.
         gains: See :class:`Characteristics`.
         betas: Betas of the ready configuration, or the default.
-        state: Bytes for each parameter of the reference model, of all ranks together.
-        sent: Bytes for each parameter that all ranks together send in a step at stage 3.
-        flops: Operations of a step for each parameter.
-        maturity: What has run.
+        state: See :class:`Price`.
+        sent: See :class:`Price`.
+        share: See :class:`Price`.
+        gpu: Time of a step on a GPU over fused AdamW's; None: not measured.
     """
 
     name: str
     purpose: str
     against: str
+    brief: str
     rate: str
+    ready: float
     gains: str
     betas: str
     state: float
     sent: float
-    flops: float
-    maturity: str
+    share: float
+    gpu: float | None
+
+    def gain(self, size: str) -> str:
+        """The loss less AdamW's at one of the :data:`SIZES`, or nothing."""
+        found = re.search(rf"(\S+) at {re.escape(size)}", self.gains)
+        return found[1] if found else ""
 
 
-HEADINGS = (
-    "type",
-    "for",
-    "not for",
-    "lr over AdamW's",
-    "loss less AdamW's, by parameters",
-    "betas (ready file)",
-    "state, bytes per parameter (AdamW: 8)",
-    "sent, bytes per parameter and step",
-    "operations per parameter and step",
-    "maturity",
-)
-MATURITY = "CPU ranks; one GPU without a framework"
-NARROW = 120
-"""Columns of a terminal below which a table of eight columns breaks words, or has one to a line."""
+def computed(name: str) -> Price:
+    """What a type costs in the :data:`SETTING`, by ``rankwise plan``.
+
+    Args:
+        name: Name of the optimizer.
+    """
+    from rankwise.configs import model_config_path
+    from rankwise.launch.planning.costs import cost
+    from rankwise.launch.planning.devices import Links, device_of
+    from rankwise.launch.planning.plan_request import answered
+    from rankwise.launch.planning.question import Question
+
+    run = {"model": REFERENCE, "ranks": RANKS, "stage": STAGE, "batch_tokens": TOKENS, "precision": "bf16"}
+    config = model_config_path(REFERENCE, "mars-adamw" if name == "mars" else name) if is_ours(name) else None
+    asked = answered(Question(config, None if config else name, **run))
+    found = asked.figures()
+    total = cost(found, device_of("H100"), Links(), asked.tokens, REACHED)
+    sent = sum(rank.bytes_sent + rank.periodic_bytes / rank.period for rank in found.ranks)
+    return Price(sum(found.states()) / found.parameters, sent / found.parameters, total.share)
 
 
 def rows() -> Iterator[Row]:
-    """Every type, with what its ready configuration costs on the reference model."""
+    """Every type, the lowest loss at the first of the :data:`SIZES` first; those of rules from outside at the end."""
+    recorded = {name: Price(*cost) for name, cost in json.loads(RECORDED.read_text(encoding="utf-8")).items()}
     baseline = deepspeed_config("adamw")["optimizer"]["params"]["lr"]
-    for spelling, choice in CHOICES.items():
-        params: Mapping[str, Any] = deepspeed_config(spelling)["optimizer"]["params"]
-        model, _ = build(REFERENCE)
-        optimizer = built(chosen(None, spelling.lower(), []), model)
-        count = sum(parameter.numel() for parameter in model.parameters())
-        (alone,) = estimate(optimizer, world=1)
-        ranks = estimate(optimizer, world=RANKS, stage=STAGE)
-        sent = sum(rank.bytes_sent + rank.periodic_bytes / rank.period for rank in ranks)
-        betas = params.get("betas") or BY_SPELLING[spelling].optimizer.options_type.table()["betas"].default
-        rate = f"{choice.rate} (ready file: {params['lr'] / baseline:.2g})"
-        yield Row(
-            *(spelling, choice.purpose, choice.against, rate, choice.gains),
+    found = []
+    for spelling, named in BY_SPELLING.items():
+        choice = CHOICES.get(spelling) or _brought(named)
+        params = named.complete(_ready(spelling), spelling, instead=named.optimizer.__name__)
+        table = named.optimizer.options_type.table()
+        betas = params.get("betas") or (table["betas"].default if "betas" in table else ())
+        price = recorded.get(spelling.lower()) or computed(spelling.lower())
+        row = Row(
+            *(
+                spelling,
+                choice.purpose,
+                choice.against,
+                choice.brief,
+                choice.rate,
+                params["lr"] / baseline,
+                choice.gains,
+            ),
             ", ".join(f"{beta:g}" for beta in betas),
-            alone.state_bytes / count,
-            sent / count,
-            alone.flops / count,
-            MATURITY,
+            *price,
+            choice.gpu[1] if choice.gpu else None,
         )
+        found.append(row)
+    yield from sorted(found, key=_place)
 
 
-def cells(row: Row) -> list[str]:
-    """A row in words."""
-    return [
-        *(row.name, row.purpose, row.against, row.rate, row.gains, row.betas),
-        *(f"{row.state:.2f}", f"{row.sent:.2f}", f"{row.flops:,.0f}", row.maturity),
-    ]
+def _brought(named: Named) -> Characteristics:
+    return Characteristics(f"see {named.optimizer.__module__}", "", f"of {named.optimizer.__module__}")
 
 
-def shown(width: int) -> RenderableType:
-    """A table, or on a narrow terminal one paragraph for each type; maturity is left out, as all have the same.
+def _ready(spelling: str) -> Mapping[str, float]:
+    from rankwise.configs.making import VALUES
+
+    return VALUES[spelling.lower()]
+
+
+def _place(row: Row) -> tuple[bool, float]:
+    gain = row.gain(SIZES[0])
+    return not gain, float(gain.rstrip("?") or 0)
+
+
+_HEADINGS = ("type", *SIZES, "lr", "state", "share", "GPU", "what it is")
+_NARROW = 76
+"""Columns of a terminal below which the table breaks words."""
+
+
+def _cells(row: Row) -> list[str]:
+    """A row of the short table."""
+    gains = [row.gain(size) for size in SIZES]
+    rate = "" if row.rate == NOT_MEASURED else row.rate
+    gpu = "" if row.gpu is None else f"{row.gpu:.1f}"
+    return [row.name, *gains, rate, f"{row.state:.1f}", f"{row.share:.1%}", gpu, row.brief]
+
+
+EXPLAINED = (
+    f"{SIZES[0]}, {SIZES[1]}: held-out loss less AdamW's, nats per byte, by parameters, rates searched ('?': not "
+    "settled). lr: best over AdamW's. State: bytes per parameter (AdamW: 8). Share: of a training step, computed "
+    f"({SETTING}). GPU: step over fused AdamW's, measured on an H200."
+)
+
+
+def shown(width: int, whole: bool = False) -> RenderableType:
+    """A table of a line for each type, or a paragraph for each.
 
     Args:
-        width: Columns of the terminal.
+        width: Columns of the terminal; below a limit there are paragraphs, which break no word.
+        whole: Whether all that is known is shown, in paragraphs.
     """
-    lines = [cells(row)[:-1] for row in rows()]
-    if width < NARROW:
-        return Group(*map(_paragraph, lines))
-    table = Table(*HEADINGS[:-1], show_lines=True)
-    for line in lines:
-        table.add_row(*map(Text, line))
-    return table
+    if whole or width < _NARROW:
+        return Group(*map(_paragraph, _listed()))
+    table = Table(*_HEADINGS, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.columns[0].no_wrap = True
+    for row in _listed():
+        table.add_row(*map(Text, _cells(row)))
+    return Group(table, Text(EXPLAINED))
 
 
-def _paragraph(line: list[str]) -> RenderableType:
-    name, *values = line
-    said = [f"{heading}: {value}" for heading, value in zip(HEADINGS[1:-1], values, strict=True)]
-    return Group(Text(name, style="bold"), *(Padding(Text(text), (0, 0, 0, 2)) for text in said), "")
+def _listed() -> Iterator[Row]:
+    """The rows but MARS's, which is one of the others by its variant."""
+    return (row for row in rows() if row.name != "MARS")
+
+
+def _paragraph(row: Row) -> RenderableType:
+    said = [
+        f"for: {row.purpose}",
+        f"not for: {row.against}",
+        f"lr over AdamW's: {row.rate} (ready file: {row.ready:.2g})",
+        f"loss less AdamW's, by parameters: {row.gains}",
+        f"betas (ready file): {row.betas or 'none'}",
+        f"state, bytes per parameter (AdamW: 8): {row.state:.2f}",
+        f"sent, bytes per parameter and step: {row.sent:.2f}",
+        f"share of a training step: {row.share:.1%}",
+        f"GPU step over fused AdamW's: {NOT_MEASURED if row.gpu is None else f'{row.gpu:.2f}'}",
+    ]
+    return Group(Text(row.name, style="bold"), *(Padding(Text(text), (0, 0, 0, 2)) for text in said), "")
 
 
 def as_markdown() -> str:
-    """The table of docs/choose.md."""
-    lines = [HEADINGS, ["---"] * len(HEADINGS), *map(cells, rows())]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    """The tables of docs/choose.md: what to compare, and what each is for."""
+    first = ("type", *(f"loss less AdamW's at {size}" for size in SIZES), "lr over AdamW's (ready file)")
+    first += ("state, bytes per parameter (AdamW: 8)", "share of a step", "GPU step over fused AdamW's")
+    lines = [first, ["---"] * len(first)]
+    for row in _listed():
+        name, *gains, rate, state, share, gpu, _ = _cells(row)
+        lines.append((name, *gains, f"{rate} ({row.ready:.2g})".strip(), state, share, gpu))
+    lines += [(), ("type", "for", "not for"), ["---"] * 3]
+    lines += [(row.name, row.purpose, row.against) for row in _listed()]
+    return "".join(f"| {' | '.join(line)} |\n" if line else "\n" for line in lines)
+
+
+def _record() -> None:
+    costs = {name: list(computed(name)) for name in BY_NAME if is_ours(name)}
+    RECORDED.write_text(json.dumps(costs, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    _record()

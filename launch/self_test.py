@@ -39,6 +39,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "sonew": {"lr": 0.01, "band": 2, **_EXACT},
     "ldadam": {"lr": 0.01, "rank": 2, **_EXACT},
     "mkor": {"lr": 0.01, "update_interval": 2, "factor_dtype": "float64", **_EXACT},
+    "mkor-sketch": {"lr": 0.01, "factor_dtype": "float64", **_EXACT},
 }
 
 

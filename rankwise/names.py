@@ -75,6 +75,7 @@ BY_SPELLING: dict[str, Named] = {
     "LDAdam": Named(LDAdam),
     "MKOR": Named(MKOR),
     "MKOR-H": Named(MKOR, {"hybrid": True}),
+    "MKOR-Sketch": Named(MKOR, {"rule": "sketch"}),
 }
 """By the spelling of a JSON's ``"type"``."""
 
@@ -99,6 +100,7 @@ READY: dict[str, Mapping[str, Any]] = {
     "ldadam": {"lr": 0.006, "rank": 32, "weight_decay": 0.1},
     "mkor": _MKOR,
     "mkor-h": _MKOR,
+    "mkor-sketch": {**_MKOR, "lr": 0.006},
 }
 """Options of the ready configurations, for the small model of ``rankwise train``, by the same."""
 

@@ -291,7 +291,7 @@ class Framework(LayoutSource):
     def _filled(source: Named, numel: int, slices: tuple[Slice, ...]) -> Tensor:
         flat = next(iter(source.values())).new_zeros(numel)
         for piece in slices:
-            values = run_of(source[piece.name], piece)
+            values = run_of(source[piece.key], piece)
             flat[piece.offset : piece.offset + piece.end - piece.start] = values
         return flat
 

@@ -129,6 +129,7 @@ CONTENDER_OF = {
     "SONew": "SONew",
     "LDAdam": "LDAdam, rank d/4, buffer int8",
     "MKOR": "MKOR on AdamW",
+    "MKOR-Sketch": "MKOR on AdamW, rule sketch",
 }
 
 

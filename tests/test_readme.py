@@ -15,15 +15,14 @@ import torch
 from ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "configs/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 STATES = ("yes", "partly", "no", "refused")
 
 
-def snippets(section: str, language: str) -> list[str]:
-    """Code blocks of a section of README."""
-    text = README.split(f"\n### {section}\n")[1].split("\n#")[0]
-    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+def snippets(section: str, language: str, page: str = "README.md") -> list[str]:
+    """Code blocks of a section of a page."""
+    _, text = re.split(rf"\n##+ {re.escape(section)}\n", (ROOT / page).read_text())
+    return re.findall(rf"```{language}\n(.*?)```", re.split(r"\n##+ ", text)[0], re.DOTALL)
 
 
 def run(folder: Path, *command: str) -> str:
@@ -32,18 +31,25 @@ def run(folder: Path, *command: str) -> str:
     return found.stdout + found.stderr
 
 
-def _executed(rank: int, world: int, folder: Path, section: str) -> bool:
-    (code,) = snippets(section, "python")
+def _executed(rank: int, world: int, folder: Path, section: str, page: str) -> bool:
+    (code,) = snippets(section, "python", page)
     os.chdir(folder)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", ACCELERATE_USE_CPU="true")
     exec(compile(code, section, "exec"), {"__name__": "__main__"})
     return True
 
 
-@pytest.mark.parametrize("section", ["Hugging Face's Trainer", "Plain PyTorch"])
-def test_python_runs_as_it_stands(section: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("section", "page"),
+    [
+        ("Plain PyTorch", "README.md"),
+        ("The Trainer without DeepSpeed", "docs/frameworks/huggingface.md"),
+        ("Looking inside", "docs/frameworks/pytorch.md"),
+    ],
+)
+def test_python_runs_as_it_stands(section: str, page: str, tmp_path: Path) -> None:
     """Forked, so that nothing is imported once more."""
-    assert run_ranks(1, _executed, tmp_path, section) == [True]
+    assert run_ranks(1, _executed, tmp_path, section, page) == [True]
 
 
 def test_the_optimizer_of_the_page_on_extending_trains() -> None:
@@ -79,17 +85,7 @@ def test_the_deepspeed_script_runs_as_it_stands(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script + said)
     launcher = shutil.which("rankwise", path=str(Path(sys.executable).parent))
     assert launcher is not None
-    assert "trained by LDAdam" in run(tmp_path, launcher, "deepspeed", "--ranks", "2", "train.py")
-
-
-@pytest.mark.slow
-def test_the_fsdp_script_runs_as_it_stands(tmp_path: Path) -> None:
-    (script,) = snippets("FSDP2", "python")
-    said = "print(f'trained {sum(map(bool, optimizer.state.values()))} parameters\\n', end='')\n"
-    end = "dist.destroy_process_group()\n"
-    (tmp_path / "train.py").write_text(script.replace(end, said + end))
-    command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py")
-    assert run(tmp_path, *command).count("trained 52 parameters") == 2
+    assert "trained by MARS" in run(tmp_path, launcher, "deepspeed", "--ranks", "2", "train.py")
 
 
 def _own_loop(folder: Path) -> tuple[str, int]:
@@ -100,8 +96,10 @@ def _own_loop(folder: Path) -> tuple[str, int]:
     from megatron_patches import revert
     from megatron_patches.cpu import cpu_megatron
 
-    (code,) = snippets("A Megatron loop of your own", "python")
     page = (ROOT / "docs/frameworks/megatron.md").read_text()
+    (code,) = [
+        block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "get_megatron_optimizer" in block
+    ]
     (checkpoints,) = re.findall(r"```python\n([^`]*def state_of.*?)```", page, re.DOTALL)
     with cpu_megatron(), opened(Cell()) as trainer:
         names: dict[str, Any] = {"model_chunks": trainer.chunks}

@@ -16,7 +16,7 @@ from benchmarks.convergence.search import known_figures, tried
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-__all__ = ["COLORS", "bars", "draw", "draw_differences"]
+__all__ = ["COLORS", "bars", "draw", "draw_differences", "draw_gains"]
 
 COLORS = [*plt.get_cmap("tab20").colors[::2], *plt.get_cmap("tab20").colors[1::2], *plt.get_cmap("tab20b").colors[::2]]
 """Thirty, the strong ones first."""
@@ -120,6 +120,32 @@ def draw_differences(
         axis.set_title(title)
     axes[0].set_ylabel("held-out loss less AdamW's, nats per byte")
     axes[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def draw_gains(gains: Mapping[str, Mapping[str, tuple[float, float]]], path: Path) -> None:
+    """Draw the difference from AdamW of each type with its interval, a line of dots for each size.
+
+    Args:
+        gains: By type, from the top, and by size: mean, half the interval.
+        path: PNG file to write.
+    """
+    figure, axis = plt.subplots(figsize=(8, 0.8 + 0.42 * len(gains)))
+    sizes = list(dict.fromkeys(size for values in gains.values() for size in values))
+    for place, size in enumerate(sizes):
+        apart = 0.14 * (place - (len(sizes) - 1) / 2)
+        rows = [(row + apart, *values[size]) for row, values in enumerate(gains.values()) if size in values]
+        heights, means, halves = zip(*rows, strict=True)
+        label = f"{size} parameters"
+        axis.errorbar(means, heights, xerr=halves, fmt="o", markersize=5, capsize=3, label=label, color=COLORS[place])
+    axis.axvline(0.0, color="black", linewidth=0.8)
+    axis.text(-0.002, -0.6, "AdamW", fontsize=9, horizontalalignment="right")
+    axis.set_yticks(range(len(gains)), [*gains])
+    axis.set_ylim(len(gains) - 0.5, -0.9)
+    axis.set_xlabel("held-out loss less AdamW's, nats per byte (lower is better); rates of all searched")
+    axis.legend(loc="lower left", fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=100)
     plt.close(figure)

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from benchmarks.convergence.autoencoders import E1, E2
 from benchmarks.convergence.experiment import Contender, Experiment
-from benchmarks.convergence.language_models import E3, E4, E5
+from benchmarks.convergence.factor_sources import E12
+from benchmarks.convergence.language_models import E3, E4, E5, SKETCHED
 from benchmarks.convergence.page import setting_words
 from benchmarks.convergence.rates import RATES
 from benchmarks.convergence.results import Results
@@ -75,6 +76,7 @@ _SEARCHES = (
     ("MKOR", E2, "MKOR on AdamW"),
     ("MKOR", E3, "MKOR on AdamW"),
     ("MKOR-H", E3, "MKOR-H on AdamW"),
+    ("MKOR-Sketch", E12, SKETCHED.name),
 )
 
 

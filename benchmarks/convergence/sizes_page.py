@@ -17,7 +17,7 @@ from benchmarks.convergence.page import (
     recorded_rows,
     seeds_loss,
 )
-from benchmarks.convergence.plots import draw, draw_differences
+from benchmarks.convergence.plots import draw, draw_differences, draw_gains
 from benchmarks.convergence.results import Results
 from benchmarks.convergence.search import best_trial, known_figures
 from benchmarks.convergence.sizes import CELLS, CONTENDERS, Cell
@@ -221,8 +221,30 @@ def draw_sizes(results: Results, images: Path) -> None:
     ):
         panels[title] = {name: _points(cells, name, value, results) for name in _OURS}
     draw_differences(panels, ("parameters", "bytes of text a parameter"), images / "sizes.png")
+    draw_gains(_gains_by_type(results), images / "gains.png")
     for experiment in (*CELLS.values(), *VARIATIONS):
         draw(experiment, results, images / f"evidence-{experiment.name}.png")
+
+
+_TYPES = {
+    "MARS-M": "MARS-M",
+    "Muon": "Muon",
+    "MKOR on AdamW, rule sketch": "MKOR-Sketch",
+    "SONew": "SONew",
+    "MARS-AdamW, gamma 0.025": "MARS-AdamW",
+    "MKOR on AdamW": "MKOR",
+    "LDAdam, rank d/4, buffer int8": "LDAdam, half of\nAdamW's memory",
+}
+"""What README's picture shows: contenders, and the names of their types."""
+
+
+def _gains_by_type(results: Results) -> Mapping[str, Mapping[str, tuple[float, float]]]:
+    """Differences with all their seeds, at the sizes beyond the smallest."""
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for name, shown in _TYPES.items():
+        settled = {cell: mean_interval(each) for cell, each in _with_all_seeds(name, results).items()}
+        found[shown] = {cell.size: (one.mean, one.half) for cell, one in settled.items() if cell != _SIZES[0]}
+    return found
 
 
 def _points(

@@ -58,7 +58,7 @@ def chosen(config: Path | None, optimizer: str | None, flags: list[str]) -> Chos
     if words and deepspeed is None:
         found = _of_flags(words, optimizer, flags)
     else:
-        block = deepspeed_config(optimizer or "mkor")["optimizer"] if optimizer or deepspeed is None else {}
+        block = deepspeed_config(optimizer or "mars-m")["optimizer"] if optimizer or deepspeed is None else {}
         block = block or deepspeed.get("optimizer")  # type: ignore[union-attr]
         if not isinstance(block, Mapping) or "type" not in block:
             raise ValueError('config has no "optimizer" block with a "type"; add one or choose with --optimizer')

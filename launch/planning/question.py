@@ -27,7 +27,7 @@ PlanConfig = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="DeepSpeed JSON, or YAML of Megatron's flags.", exists=True, dir_okay=False),
 ]
-OptimizerName = Annotated[str | None, _name("Ready options; by default the config's, or mkor.")]
+OptimizerName = Annotated[str | None, _name("Ready options; else the config's, or mars-m.")]
 ModelName = Annotated[str | None, _name("llama-70b, a config.json, or module:function.", MODEL)]
 Layers = Annotated[int | None, count("Blocks.", MODEL)]
 Hidden = Annotated[int | None, count("Width.", MODEL)]

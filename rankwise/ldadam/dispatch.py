@@ -7,22 +7,12 @@ from functools import partial
 
 import torch
 
-from rankwise.kernels import native, triton
+from rankwise.kernels import triton
 from rankwise.kernels.dispatch import kernels_for
-from rankwise.ldadam import native as compiled
 from rankwise.ldadam import rule
-from rankwise.ldadam.basis import project
 from rankwise.ldadam.in_place import StepsInPlace
-from rankwise.ldadam.low_rank_products import Subtract, subtract_product_
 
-__all__ = [
-    "Moments",
-    "moments_for",
-    "shards_step_for",
-    "step_for",
-    "steps_in_place_for",
-    "subtract_for",
-]
+__all__ = ["Moments", "moments_for", "shards_step_for", "steps_in_place_for"]
 
 Moments = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 """A form of :func:`rankwise.ldadam.rule.low_rank_moments`."""
@@ -59,38 +49,6 @@ def moments_for(device: torch.device, dtype: torch.dtype) -> Moments:
     return partial(low_rank_moments, precision=_precision(device))
 
 
-def step_for(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """:func:`rankwise.ldadam.rule.subspace_step`, or a form of it for what it runs on.
-
-    Args:
-        device: Device of the tensors.
-        dtype: Type of the tensors.
-    """
-    chosen = kernels_for(device, dtype)
-    if chosen is native:
-        return compiled.subspace_step
-    return partial(_subspace_step, moments_for(device, dtype)) if chosen is triton else rule.subspace_step
-
-
-def _subspace_step(
-    moments: Moments,
-    matrix: torch.Tensor,
-    U_prev: torch.Tensor,
-    M_prev: torch.Tensor,
-    V_prev: torch.Tensor,
-    step: int,
-    betas: tuple[float, float],
-    rho: float,
-    eps: float,
-    error_feedback: bool,
-    written_beta1: float | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """:func:`rankwise.ldadam.rule.subspace_step` with a form of the moments of its own."""
-    U = rule.followed_basis(matrix, U_prev, M_prev, step, betas[0], rho, error_feedback, written_beta1)
-    old = *project(matrix, U_prev, U), M_prev, V_prev
-    return U, *moments(*old, step, betas, eps, error_feedback, written_beta1)
-
-
 def steps_in_place_for(device: torch.device, dtype: torch.dtype) -> StepsInPlace | None:
     """What steps many whole matrices where they lie, or None where there is no such form.
 
@@ -98,30 +56,14 @@ def steps_in_place_for(device: torch.device, dtype: torch.dtype) -> StepsInPlace
         device: Device of the tensors.
         dtype: Type of the tensors.
     """
-    chosen = kernels_for(device, dtype)
-    if chosen is native:
-        return StepsInPlace(compiled.takes, compiled.ldadam_steps_in_place, in_stacks=False)
-    if chosen is not triton:
+    if kernels_for(device, dtype) is not triton:
         return None
     from rankwise.ldadam.cuda.grouped_matrices import ldadam_matrices_, takes_matrices
 
-    step = partial(ldadam_matrices_, precision=_precision(device))
-    return StepsInPlace(takes_matrices, step, in_stacks=True)
+    return StepsInPlace(takes_matrices, partial(ldadam_matrices_, precision=_precision(device)))
 
 
 def _precision(device: torch.device) -> str:
     """Triton's name for how tensor cores multiply float32: in three TF32 products on NVIDIA's since 8.0."""
     cuda = device.type == "cuda" and torch.version.hip is None
     return "tf32x3" if cuda and torch.cuda.get_device_capability(device) >= (8, 0) else "ieee"
-
-
-def subtract_for(device: torch.device, dtype: torch.dtype) -> Subtract:
-    """:func:`rankwise.ldadam.low_rank_products.subtract_product_`, or a form of it for what it runs on.
-
-    Args:
-        device: Device of the tensors.
-        dtype: Type of the tensors.
-    """
-    if kernels_for(device, dtype) is native:
-        return compiled.subtract_product_
-    return subtract_product_

@@ -58,9 +58,7 @@ class StepsInPlace(NamedTuple):
     Attributes:
         takes: Whether it takes a matrix of a rank made of these tensors; and, where it is not the source, this error.
         step: Steps them.
-        in_stacks: Whether matrices that it does not take are best stepped in stacks, rather than one by one.
     """
 
     takes: Callable[..., bool]
     step: Callable[[Sequence[LowRankStep]], InPlace]
-    in_stacks: bool

@@ -51,7 +51,7 @@ class LDAdamRule(MatrixRule):
         # Cautious decay has to know the directions.
         self._steps_in_place = None if unit.cautious else steps_in_place_for(unit.device, unit.dtype)
         # Products of stacks round otherwise.
-        self.separately = self._steps_in_place is None or not self._steps_in_place.in_stacks
+        self.separately = self._steps_in_place is None
         self._taken: list[tuple[MatrixTask, int, LowRankStep]] = []
         self._others: dict[LowRankSignature, list[tuple[MatrixTask, int]]] = {}
 
@@ -95,10 +95,7 @@ class LDAdamRule(MatrixRule):
             self._taken.append((task, index, ready))
             return True
         self._shards.complete(index)
-        if self.separately:
-            self._step_others([(task, index)])
-        else:
-            self._others.setdefault(task.signature, []).append((task, index))
+        self._others.setdefault(task.signature, []).append((task, index))
         return True
 
     def finish(self) -> None:

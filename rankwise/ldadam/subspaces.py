@@ -11,10 +11,11 @@ from torch import Tensor
 from rankwise.comm.owner_plan import MatrixTask
 from rankwise.kernels import graphs
 from rankwise.kernels.dispatch import is_for_cpus, kernels_for
-from rankwise.ldadam.basis import coordinates, project, try_next_basis
-from rankwise.ldadam.dispatch import moments_for, step_for
+from rankwise.ldadam.basis import project, try_next_basis
+from rankwise.ldadam.dispatch import moments_for
 from rankwise.ldadam.formulas import basis_weights, kept_factor, per_matrix
 from rankwise.ldadam.low_precision_subspaces import LowPrecisionSubspaces, opened
+from rankwise.ldadam.rule import followed_basis
 from rankwise.ldadam.signature import LowRankSignature
 from rankwise.ldadam.spec import SUBSPACE
 from rankwise.states.element_states import StateTypes
@@ -141,27 +142,20 @@ class Subspaces:
         alone = len(states) == 1
         matrices = matrices[0] if alone else matrices
         basis, exp_avg, exp_avg_sq = (opened([state[name] for state in states], matrices.dtype) for name in SUBSPACE)
-        old = (basis, exp_avg, exp_avg_sq)
-        first = past is not None and past[0] == 0
-        if first or is_for_cpus(kernels_for(matrices.device, matrices.dtype)):
-            assert past is not None
-            new, factors = self._step_on_host(matrices, old, *past, group)
-        else:
-            new, factors = self._step_on_device(matrices, old, past, states, group)
-        parts = {name: [value] if alone else value.unbind() for name, value in zip(SUBSPACE, new, strict=True)}
+        outcome = self._advanced(matrices, (basis, exp_avg, exp_avg_sq), past, states, group)
+        new = zip(SUBSPACE, outcome.states, strict=True)
+        parts = {name: [value] if alone else value.unbind() for name, value in new}
         self.narrow.keep([task.key for task in tasks], states, parts, None if past is None else past[0] + 1)
         for state in states if past is not None else ():
             state["step"] += 1
             state["beta1"].fill_(group["betas"][0])
-        return torch.cat([part.reshape(len(states), -1) for part in (new[0], *factors)], dim=1)
+        return torch.cat([part.reshape(len(states), -1) for part in (outcome.states[0], *outcome.factors)], dim=1)
 
-    def _step_on_device(
+    def _advanced(
         self, matrices: Tensor, old: Triple, past: _Past, states: list[MatrixState], group: Mapping[str, Any]
-    ) -> tuple[Triple, list[Tensor]]:
-        """New states and the factors beside the basis, without waiting."""
-        if past is not None:
-            outcome = _step_on_device(matrices, old, past[0] + 1, past[1], group)
-        else:
+    ) -> _SubspaceStep:
+        """New states and factors, with what is to be told of them."""
+        if past is None:
             self._followed.add(tuple(matrices.shape[-2:]))
             steps, written_betas = ([state[name] for state in states] for name in ("step", "beta1"))
             counts = (steps[0], written_betas[0]) if matrices.dim() == 2 else map(torch.stack, (steps, written_betas))
@@ -170,32 +164,14 @@ class Subspaces:
             torch._foreach_add_(steps, 1)
             torch._foreach_zero_(written_betas)
             torch._foreach_add_(written_betas, group["betas"][0])
-        self._health.add("kept_bases", outcome.kept)
-        self.report_rotation(outcome.rotation)
-        return outcome.states, outcome.factors
-
-    def _step_on_host(
-        self, matrices: Tensor, old: Triple, count: int, written_beta1: float, group: Mapping[str, Any]
-    ) -> tuple[Triple, list[Tensor]]:
-        """The same of matrices that have taken ``count`` steps, the last one with ``written_beta1``."""
-        step, beta1 = count + 1, group["betas"][0]
-        basis, exp_avg, exp_avg_sq, direction = step_for(matrices.device, matrices.dtype)(
-            matrices,
-            *old,
-            step,
-            betas=group["betas"],
-            rho=group["rho"],
-            eps=group["eps"],
-            error_feedback=group["error_feedback"],
-            written_beta1=written_beta1,
-        )
-        if step > 1:
-            self.report_rotation(basis.mT @ old[0])
-        factors = [direction]
-        if group["error_feedback"]:
-            unchanged = step == 1 or beta1 == written_beta1
-            factors.append(exp_avg if unchanged else kept_factor(coordinates(matrices, basis), exp_avg, beta1))
-        return (basis, exp_avg, exp_avg_sq), factors
+        else:
+            waits = past[0] == 0 or is_for_cpus(kernels_for(matrices.device, matrices.dtype))
+            outcome = (_step_on_host if waits else _step_on_device)(matrices, old, past[0] + 1, past[1], group)
+        if outcome.kept is not None:
+            self._health.add("kept_bases", outcome.kept)
+        if past is None or past[0]:
+            self.report_rotation(outcome.rotation)
+        return outcome
 
 
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -209,13 +185,13 @@ class _SubspaceStep(NamedTuple):
         states: New basis, first and second moment.
         factors: The direction, and with error feedback what the buffer loses.
         rotation: ``R`` (..., r, r).
-        kept: How many matrices keep their basis, because no new one could be factored; 0-d.
+        kept: How many matrices keep their basis, because no new one could be factored; 0-d. None: none can.
     """
 
     states: Triple
     factors: list[Tensor]
     rotation: Tensor
-    kept: Tensor
+    kept: Tensor | None
 
 
 def _step_on_device(
@@ -233,12 +209,33 @@ def _step_on_device(
         written: The ``beta1`` of the step before, a number or as ``step``.
         group: Param group of the matrices.
     """
-    basis, M, V = old
+    basis, M, _ = old
     beta1, feedback = group["betas"][0], group["error_feedback"]
     of_matrix, of_momentum = basis_weights(step, beta1, group["rho"], feedback, written)
     moved, failed = try_next_basis(matrices, basis, M, of_matrix, per_matrix(of_momentum, M))
     new_basis = torch.where(failed[..., None, None], basis, moved)
-    projected, rotation = project(matrices, basis, new_basis)
+    return _in_new_basis(matrices, old, new_basis, step, written, group, failed.sum())
+
+
+def _step_on_host(matrices: Tensor, old: Triple, step: int, written: float, group: Mapping[str, Any]) -> _SubspaceStep:
+    """The same of matrices that may take their first step, where the host may read how a factorization went."""
+    options = group["betas"][0], group["rho"], group["error_feedback"], written
+    return _in_new_basis(matrices, old, followed_basis(matrices, *old[:2], step, *options), step, written, group)
+
+
+def _in_new_basis(
+    matrices: Tensor,
+    old: Triple,
+    basis: Tensor,
+    step: Step,
+    written: Scalar,
+    group: Mapping[str, Any],
+    kept: Tensor | None = None,
+) -> _SubspaceStep:
+    """The moments carried into the new basis, and what the holders subtract."""
+    old_basis, M, V = old
+    beta1, feedback = group["betas"][0], group["error_feedback"]
+    projected, rotation = project(matrices, old_basis, basis)
     moments = moments_for(matrices.device, matrices.dtype)
     new_M, new_V, direction = moments(projected, rotation, M, V, step, group["betas"], group["eps"], feedback, written)
     factors = [direction]
@@ -247,5 +244,6 @@ def _step_on_device(
             lost = kept_factor(projected, new_M, beta1)
             factors.append(torch.where((written == beta1)[..., None, None], new_M, lost))
         else:
-            factors.append(new_M if written == beta1 else kept_factor(projected, new_M, beta1))
-    return _SubspaceStep((new_basis, new_M, new_V), factors, rotation, failed.sum())
+            unchanged = step == 1 or written == beta1
+            factors.append(new_M if unchanged else kept_factor(projected, new_M, beta1))
+    return _SubspaceStep((basis, new_M, new_V), factors, rotation, kept)

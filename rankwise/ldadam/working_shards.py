@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rankwise.kernels.lists import add_, subtract_scaled_
 from rankwise.layout.layout import Shard
-from rankwise.ldadam.dispatch import shards_step_for, subtract_for
+from rankwise.ldadam.dispatch import shards_step_for
 from rankwise.ldadam.in_place import LowRankStep
 from rankwise.ldadam.low_rank_products import low_rank_rows, subtract_low_rank_
 from rankwise.ldadam.signature import LowRankSignature, split_factors
@@ -205,7 +205,7 @@ class WorkingShards:
         if part.spread is not None:
             run.sub_(low_rank_rows(basis, other, *place).view(run.shape))
             return
-        subtract_low_rank_(run, basis, other, *place, subtract_for(run.device, run.dtype))
+        subtract_low_rank_(run, basis, other, *place)
 
     def _shard(self, index: int) -> Shard:
         assert self._unit.exchange is not None

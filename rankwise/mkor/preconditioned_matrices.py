@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rankwise.comm.batch_messages import BatchPlan
 from rankwise.comm.owner_plan import Batch, MatrixTask
-from rankwise.kernels.run_views import RunViews, chosen_of
+from rankwise.kernels.run_views import RunViews, TensorRuns, chosen_of
 from rankwise.layout.layout import LayoutError
 from rankwise.mkor.backends import FirstOrder
 from rankwise.mkor.factors import KroneckerFactors
@@ -23,7 +23,7 @@ from rankwise.mkor.workspace import SPACE, Workspace
 from rankwise.options.validation import OptionError
 from rankwise.plan.notes import Note
 from rankwise.plan.step_unit import WHOLE, Bucket, StepUnit
-from rankwise.states.element_states import EntryRuns, offset_runs
+from rankwise.states.element_states import offset_runs
 from rankwise.states.entries import Entry
 from rankwise.states.matrix_states import MatrixState, MatrixStates
 from rankwise.states.parameter_table import ParameterTable
@@ -49,7 +49,7 @@ class _InPlace(NamedTuple):
     """
 
     matrices: Sequence[BatchPlan]
-    plans: list[tuple[LocalMatrixPlan, EntryRuns]]
+    plans: list[tuple[LocalMatrixPlan, TensorRuns[int]]]
     rest: list[BatchPlan]
 
 

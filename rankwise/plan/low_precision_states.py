@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from rankwise.intervals import Run
 from rankwise.kernels.dispatch import quantization_for
 from rankwise.kernels.low_precision_runs import BLOCK, LowPrecisionRuns, blocks_of, is_coded, is_narrow
 from rankwise.kernels.passes import Field
 from rankwise.kernels.quantization import key_of
-from rankwise.kernels.run_views import RunPlace
 from rankwise.layout.indices import DeviceIndices
 from rankwise.states.element_states import CodesPlan, ElementStates, States
 from rankwise.states.entries import Entry, PlannedEntries
@@ -466,12 +466,11 @@ def _shifted(within: slice, own: slice) -> slice:
     return slice(within.start + own.start, within.start + own.stop)
 
 
-def _place(entry: Entry, stored: Entry) -> RunPlace:
-    part = entry.shard
-    return RunPlace(part.offset - stored.shard.offset, part.numel, part.spread)
+def _place(entry: Entry, stored: Entry) -> Run:
+    return entry.shard.stored(entry.shard.offset - stored.shard.offset)
 
 
 def _around(entry: Entry, stored: Entry, grad: Tensor) -> Tensor:
     """Extend the gradient of an entry to all that is stored together with the entry."""
-    first = grad.storage_offset() - _place(entry, stored).first
+    first = grad.storage_offset() - _place(entry, stored).offset
     return grad.as_strided((stored.shard.numel,), (1,), first)

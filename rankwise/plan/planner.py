@@ -172,8 +172,8 @@ class Planner:
     ) -> tuple[TensorContents, ElementStates]:
         """What one tensor stores, and the states, under index 0, that it keeps in a group, planned or not."""
         content, table = self.source.contents(tensor), self.table
-        infos = {part.name: table.catalog[part.name][0] for part in content.slices}
-        routes = {part.name: table.choose_in(groups, part.name, group) for part in content.slices}
+        infos = {part.key: table.catalog[part.key][0] for part in content.slices}
+        routes = {part.key: table.choose_in(groups, part.key, group) for part in content.slices}
         entries = cut_into_entries([content], infos, routes)
         kept = [table.element_states(entry.info, entry.route.rule, group) for entry in entries]
         name = self.source.name_of(tensor)

@@ -14,7 +14,7 @@ from torch import Tensor
 from rankwise.layout.agreement import gather_together, refuse_difference
 from rankwise.layout.dtensors import is_sharded
 from rankwise.layout.even_cuts import EvenCuts, EvenLayout
-from rankwise.layout.fused_blocks import Block, in_blocks
+from rankwise.layout.fused_blocks import Block
 from rankwise.layout.layout import Layout, LayoutError, Shard
 from rankwise.layout.layout_source import LayoutSource, TensorContents
 from rankwise.layout.logical_matrices import block_info
@@ -67,7 +67,7 @@ class UnitBuilder:
             entries.extend(self.entries(contents))
             if self._spec.options.store_param_remainders:
                 places = zip(tensors, contents, strict=True)
-                stored = {part.name: tensor for tensor, content in places for part in content.slices}
+                stored = {part.key: tensor for tensor, content in places for part in content.slices}
                 refuse_wide_copies(self._spec.name, stored, self._table.parameters)
             return [entry.shard for entry in entries]
 
@@ -150,7 +150,7 @@ class UnitBuilder:
             tensors=tensors,
             contents=contents,
             stored=layout,
-            layout=in_blocks(layout, blocks),
+            layout=layout.cut(blocks),
             stored_entries=entries,
             entries=entries_of_blocks(entries, blocks, {key: planned.info for key, planned in parameters.items()}),
             states=ElementStates(tensors, entries if tensors else [], types, dtype, of_empty),

@@ -69,14 +69,17 @@ class AdamWStates:
         return plan_takeover(saved, self.targets(groups))
 
     def record(self, found: StateTakeover, began: int, elsewhere: Collection[str] = ()) -> dict[str, Any]:
-        """Make what :class:`Transition` loads."""
+        """Make what :class:`Transition` loads; an empty record ends an earlier transition."""
         transition = Transition()
         transition.begin(began, self._spec.options.transition_steps, {*found.afresh, *elsewhere})
-        return transition.state_dict()
+        return {"transition": {}, **transition.state_dict()}
 
-    def told(self, found: StateTakeover, author: str) -> str:
-        """Describe a takeover in one line, see :meth:`StateTakeover.told`."""
-        return found.told(self._spec.name, author, self._spec.options.transition_steps)
+    def tell(self, found: StateTakeover, author: str, note: str = "") -> str:
+        """Describe a takeover in one line, on the first rank; see :meth:`StateTakeover.told`."""
+        told = found.told(self._spec.name, author, self._spec.options.transition_steps) + note
+        if self._planner.rank == 0:
+            logger.warning("%s", told)
+        return told
 
     def translated(self, state_dict: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], str]:
         """Convert another optimizer's dictionary to one that this optimizer would have written.
@@ -110,9 +113,7 @@ class AdamWStates:
         # Muon counts no steps; where it has states, it counts as one step.
         began = began or int(any(moments.values()))
         found = self.plan(shapes, groups)
-        told = self.told(found, "another optimizer")
-        if self._planner.rank == 0:
-            logger.warning("%s", told)
+        told = self.tell(found, "another optimizer")
         state, param_groups = self._states(found, moments, groups, began)
         record = self.record(found, began)
         return {"state": state, "param_groups": param_groups, "rankwise": owner, "matrix_states": {}, **record}, told

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -11,15 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rankwise.intervals import Run
 from rankwise.kernels.graphs import refuse_capture
 from rankwise.kernels.low_precision_runs import BLOCK, blocks_of, is_coded
-from rankwise.kernels.run_views import RunPlace, RunPlan, RunViews
+from rankwise.kernels.run_views import RunPlan, RunViews, TensorRuns
 from rankwise.layout.dtensors import PLAIN, is_sharded, local_view, sharded_like
 from rankwise.layout.layout_source import real_view
 from rankwise.states.entries import Entry, PlannedEntries
 from rankwise.states.packed_states import PackedLayout, PackedValues, StateRun
 
-__all__ = ["CodesPlan", "ElementStates", "EntryRuns", "StateTypes", "States", "offset_runs"]
+__all__ = ["CodesPlan", "ElementStates", "StateTypes", "States", "offset_runs"]
 
 StateTypes = Mapping[str, torch.dtype | None]
 """Type of every element state by name, in codes or wider; None means the type of the computation."""
@@ -57,32 +58,6 @@ def _slot(numel: int, compact: bool, offsets: Mapping[int, int], runs: Sequence[
     return _Slot(dtype, compact, numel, offsets, packed)
 
 
-class EntryRuns(NamedTuple):
-    """Where runs of entries lie.
-
-    Attributes:
-        tensors: Indices in the unit of the tensors that have runs, in the order of the runs.
-        runs: The runs in these tensors.
-    """
-
-    tensors: tuple[int, ...]
-    runs: RunPlan
-
-
-class _StateRuns(NamedTuple):
-    """Where runs of entries lie in a state.
-
-    Attributes:
-        tensors: Indices in the unit of the tensors that have runs, in their order; one of several types may repeat.
-        types: Types as which packed states are viewed; None where a state is not packed.
-        runs: The runs in these tensors.
-    """
-
-    tensors: tuple[int, ...]
-    types: tuple[torch.dtype | None, ...]
-    runs: RunPlan
-
-
 class CodesPlan(NamedTuple):
     """Where the codes and exponents of parts of entries lie, in the order of the parts.
 
@@ -97,27 +72,9 @@ class CodesPlan(NamedTuple):
     exponents: RunPlan
 
 
-def _runs_of_entries(
-    entries: Iterable[Entry],
-    first: Callable[[Entry], int],
-    kind: Callable[[Entry], torch.dtype | None] = lambda entry: None,
-) -> _StateRuns:
-    """Plan views of entries, from ``first`` of their flat tensors; ``kind`` tells types where a tensor has several."""
-    tensors: list[tuple[int, torch.dtype | None]] = []
-    places: list[list[RunPlace]] = []
-    for entry in entries:
-        shard, dtype = entry.shard, kind(entry)
-        if not tensors or tensors[-1] != (shard.tensor, dtype):
-            tensors.append((shard.tensor, dtype))
-            places.append([])
-        places[-1].append(RunPlace(first(entry), shard.numel, shard.spread))
-    return _StateRuns(tuple(tensor for tensor, _ in tensors), tuple(dtype for _, dtype in tensors), RunPlan(places))
-
-
-def offset_runs(entries: Iterable[Entry]) -> EntryRuns:
+def offset_runs(entries: Iterable[Entry]) -> TensorRuns[int]:
     """Plan views of entries in weights and gradients."""
-    planned = _runs_of_entries(entries, lambda entry: entry.shard.offset)
-    return EntryRuns(planned.tensors, planned.runs)
+    return TensorRuns.of((entry.shard.tensor, entry.shard.stored(entry.shard.offset)) for entry in entries)
 
 
 class ElementStates:
@@ -181,16 +138,20 @@ class ElementStates:
                 self._flat(states, index, name)
                 if kind is None
                 else PackedLayout.as_type(self._packed(states, index, name), kind)
-                for index, kind in zip(planned.tensors, planned.types, strict=True)
+                for index, kind in planned.tensors
             ]
         )
 
-    def _plan(self, name: str, entries: Iterable[Entry]) -> _StateRuns:
+    def _plan(self, name: str, entries: Iterable[Entry]) -> TensorRuns[tuple[int, torch.dtype | None]]:
+        """Plan views of entries in a state; a packed one is viewed as another type for each type that it keeps."""
+
         def kind(entry: Entry) -> torch.dtype | None:
             packed = self._slots[entry.shard.tensor][name].packed is not None
             return self.type_of(name, entry) if packed else None
 
-        return _runs_of_entries(entries, lambda entry: self._first(entry, name), kind)
+        return TensorRuns.of(
+            ((entry.shard.tensor, kind(entry)), entry.shard.stored(self._first(entry, name))) for entry in entries
+        )
 
     def type_of(self, name: str, entry: Entry) -> torch.dtype:
         """Type in which an entry's state is kept: that of the codes, where it is kept in codes."""
@@ -213,22 +174,18 @@ class ElementStates:
             name: Name of the state.
             parts: Parts in the order of the tensors; each begins with a block, or where its entry does.
         """
-        tensors: list[int] = []
-        codes: list[list[RunPlace]] = []
-        exponents: list[list[RunPlace]] = []
+        codes: list[tuple[int, Run]] = []
+        exponents: list[tuple[int, Run]] = []
         for entry, part in parts:
             index, start = entry.shard.tensor, entry.shard.start
             slot = self._slots[index][name]
             assert slot.packed is not None
-            if not tensors or tensors[-1] != index:
-                tensors.append(index)
-                codes.append([])
-                exponents.append([])
             offset, numel = slot.offsets[entry.index], part.stop - part.start
             block = slot.packed.exponents[offset] + (start + part.start) // BLOCK - start // BLOCK
-            codes[-1].append(RunPlace(offset + part.start, numel))
-            exponents[-1].append(RunPlace(block, blocks_of(start + part.start, numel)))
-        return CodesPlan(tuple(tensors), RunPlan(codes), RunPlan(exponents))
+            codes.append((index, Run(offset + part.start, numel)))
+            exponents.append((index, Run(block, blocks_of(start + part.start, numel))))
+        tensors, planned = TensorRuns.of(codes)
+        return CodesPlan(tensors, planned, TensorRuns.of(exponents).runs)
 
     def allocate(self, states: States, index: int) -> None:
         """Make the states that one tensor does not have yet, in the form that steps change."""
@@ -396,13 +353,6 @@ class ElementStates:
         slot = self._slots[entry.shard.tensor].get(name)
         return None if slot is None else slot.offsets.get(entry.index)
 
-    def to_fill(self, states: States, index: int) -> list[tuple[Entry, dict[str, Tensor | PackedValues]]]:
-        """The entries in one tensor with the memory that their states are to be written to; packed ones stay packed."""
-        return [
-            (entry, {name: self._place(states, name, entry) for name in self._spec[entry.index]})
-            for entry in self._by_tensor[index]
-        ]
-
     def _place(self, states: States, name: str, entry: Entry) -> Tensor | PackedValues:
         index, slot = entry.shard.tensor, self._slots[entry.shard.tensor][name]
         if slot.packed is None:
@@ -410,10 +360,14 @@ class ElementStates:
         kept = self._packed(states, index, name)
         return PackedValues(kept, slot.packed, slot.offsets[entry.index], entry.shard.numel)
 
-    def of_entries(self, states: States, index: int) -> list[tuple[Entry, dict[str, Tensor]]]:
-        """The entries in one tensor with views of their opened states, which are allocated if need be."""
+    def of_entries(self, states: States, index: int, closed: bool = False) -> list[tuple[Entry, dict[str, Any]]]:
+        """The entries in one tensor with views of their states, which are allocated if need be.
+
+        Packed states are opened, or stay packed and :class:`PackedValues` stand for them, if ``closed``.
+        """
+        place = self._place if closed else self._open_view
         return [
-            (entry, {name: self._open_view(states, name, entry) for name in self._spec[entry.index]})
+            (entry, {name: place(states, name, entry) for name in self._spec[entry.index]})
             for entry in self._by_tensor[index]
         ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rankwise.comm.owner_plan import MatrixTask
 
-__all__ = ["InitialStates", "MatrixState", "MatrixStates", "kept_by"]
+__all__ = ["InitialStates", "MatrixState", "MatrixStates", "base_name", "kept_by"]
 
 MatrixState = dict[str, Tensor]
 InitialStates = Callable[[MatrixTask, torch.device], MatrixState]
@@ -98,6 +98,13 @@ class MatrixStates(dict[str, MatrixState]):
     def nbytes(self) -> int:
         """Bytes of all states in use."""
         return sum(map(self.bytes_of, self))
+
+
+def base_name(key: str, names: Container[str]) -> str:
+    """The name that the key of a matrix begins with, before brackets; empty if there is none."""
+    while key and key not in names:
+        key = key.rpartition("[")[0]
+    return key
 
 
 def kept_by(

@@ -477,8 +477,7 @@ class ShardedOptimizer(Optimizer, ABC):
         """
         self.undo.settle()
         translated, told = self.saved.succession.translated(state_dict, self.param_groups)
-        # The empty record ends an earlier transition.
-        self.load_state_dict({**self.extra_state(), "transition": {}, **translated})
+        self.load_state_dict({**self.extra_state(), **translated})
         return told
 
     @undisturbed
@@ -499,13 +498,27 @@ class ShardedOptimizer(Optimizer, ABC):
 
     @undisturbed
     def adopt(
-        self, matrix_states: Mapping[str, MatrixState], steps: Mapping[int, Tensor], extra: Mapping[str, Any]
+        self,
+        matrix_states: Mapping[str, MatrixState],
+        steps: Mapping[int, Tensor],
+        extra: Mapping[str, Any],
+        fill: Callable[[], None] | None = None,
     ) -> None:
         """Take over matrix states, step counts by group and extra state from another layout's checkpoint.
 
+        Args:
+            matrix_states: Matrix states that this rank owns or keeps, by matrix.
+            steps: Counts by param group.
+            extra: Result of :meth:`extra_state`.
+            fill: Writes weights and element states, and what is given here, once the present states are dropped; None
+                where all are written already.
+
         Raises:
-            MisfitError: A state is not of the shape of its matrix; nothing has changed then.
+            MisfitError: A state is not of the shape of its matrix; without ``fill`` nothing has changed then.
         """
+        if fill is not None:
+            self.forget_states()
+            fill()
         self.undo.settle()
         self.saved.adopt(self, self.state, matrix_states, steps)
         self.followed.accept(self.state)
@@ -530,8 +543,13 @@ class ShardedOptimizer(Optimizer, ABC):
                 self.followed.put_back(self.state, list(self.followed.counts))
 
     def kept_states(self, name: str) -> StateTypes:
-        """The element states that a parameter's rule keeps; see :meth:`SavedStates.kept_states`."""
-        return self.saved.kept_states(self.param_groups, name)
+        """The element states that a parameter's rule keeps, the same on every rank.
+
+        Raises:
+            KeyError: The optimizer has no such parameter.
+        """
+        info, index = self.table.catalog[name]
+        return self.table.element_states(info, self.table.routes[name].rule, self.param_groups[index])
 
     @undisturbed
     def stored_states(self, tensor: Tensor, name: str, state: str) -> list[tuple[int, Tensor]]:

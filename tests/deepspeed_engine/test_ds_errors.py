@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ from torch import nn
 
 import deepspeed_plugin
 from deepspeed_plugin.checkpoints import CheckpointError
+from deepspeed_plugin.layouts import _ZeroOneTwo
 from rankwise.layout.layout import LayoutError
 from rankwise.options.validation import OptionError
 
@@ -177,3 +179,14 @@ def test_a_misread_layout_is_refused(stage: int | str, tmp_path: Path) -> None:
     for messages in run_ranks(2, _corrupted, config, str(tmp_path)):
         assert all("differs from the model's weight" in message for message in messages), messages
         assert [message[-11:] for message in messages[2:]] == ["(on rank 0)"] * 2 + ["(on rank 1)"] * 2
+
+
+def test_a_renamed_attribute_is_refused_with_the_version() -> None:
+    """As after an upgrade of DeepSpeed that names the groups otherwise."""
+    wrapper = SimpleNamespace(single_partition_of_fp32_groups=[])
+    layout = _ZeroOneTwo.__new__(_ZeroOneTwo)
+    layout._engine = SimpleNamespace(optimizer=wrapper)  # type: ignore[assignment]
+    with pytest.raises(LayoutError, match=rf"'bit16_groups'.*DeepSpeed \({deepspeed.__version__}\).*0\.19"):
+        layout.refuse_other_attributes()
+    wrapper.bit16_groups = []
+    layout.refuse_other_attributes()

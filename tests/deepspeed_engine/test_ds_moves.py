@@ -19,9 +19,9 @@ from deepspeed.accelerator import get_accelerator
 from ranks import run_ranks
 
 from deepspeed_plugin.checkpoints import CheckpointError
-from deepspeed_plugin.checkpoints import other_layouts as moving
+from deepspeed_plugin.checkpoints import by_name as moving
+from deepspeed_plugin.checkpoints.by_name import client_state_of, restore_engine
 from deepspeed_plugin.checkpoints.load_plan import Wanted
-from deepspeed_plugin.checkpoints.loading import client_state_of, restore_engine
 
 
 def _job(name: str, stage: int, **config: Any) -> ds.Job:

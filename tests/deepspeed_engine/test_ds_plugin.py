@@ -18,6 +18,7 @@ from ranks import run_ranks
 
 import deepspeed_plugin
 from rankwise import MARS, MKOR, LDAdam, SONew
+from rankwise.names import register, unregister
 
 METHODS = ("_configure_optimizer", "_is_supported_optimizer", "load_checkpoint", "save_checkpoint")
 
@@ -52,6 +53,14 @@ def test_registration_is_idempotent_and_reversible() -> None:
     again = surroundings()
     assert again[1] == registered[1] and again[0].keys() == registered[0].keys()
     assert all(getattr(DeepSpeedEngine, name).__module__.startswith("deepspeed_plugin") for name in METHODS)
+
+
+def test_an_optimizer_that_is_unregistered_leaves_nothing() -> None:
+    before = surroundings()
+    register("Passing", type("Passing", (SONew,), {}))
+    assert surroundings() != before
+    unregister("Passing")
+    assert surroundings() == before
 
 
 def test_a_taken_name_is_not_overwritten() -> None:

@@ -218,3 +218,18 @@ def test_plan_and_explain_know_it(tmp_path: Path) -> None:
     assert done.exit_code == 0 and "72 matrices" in done.stdout, done.output
     done = CliRunner().invoke(app, ["explain", *question])
     assert done.exit_code == 0 and "768 x 2304" in done.stdout, done.output
+
+
+def test_the_list_shows_what_modules_have_brought() -> None:
+    from typer.testing import CliRunner
+
+    from rankwise.launch.cli import app
+
+    pytest.importorskip("transformers")
+    done = CliRunner().invoke(app, ["list", "--json"])
+    assert done.exit_code == 0, done.output
+    told = {row["name"]: row for row in json.loads(done.stdout)}
+    assert list(told) == list(BY_SPELLING)
+    assert told["SOAP"]["purpose"] == "Adam in the eigenbasis of Shampoo's preconditioner (arXiv 2409.11321)."
+    assert (told["SOAP"]["against"], told["SOAP"]["betas"]) == ("see module soap", "0.95, 0.95")
+    assert told["SOAP"]["state"] > 8 and "CPU ranks" not in told["SOAP"]["maturity"]

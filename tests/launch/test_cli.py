@@ -12,11 +12,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rankwise.launch import environment, shim
+from rankwise.comm.owner_plan import MatrixTask
+from rankwise.launch import environment, optimizer_guide, shim
 from rankwise.launch.cli import app
+from rankwise.launch.explain import why_owner
 from rankwise.launch.optimizer_guide import CHOICES, as_markdown
 from rankwise.launch.planning.optimizers import built, chosen
-from rankwise.names import BY_SPELLING
+from rankwise.names import BY_NAME, BY_SPELLING, is_ours
 from rankwise.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -274,7 +276,7 @@ def test_explain_and_list_tell_programs_the_same() -> None:
     assert known["transformer.h.0.attn.c_attn.weight"]["shape"] == [32, 96]
     assert f"{sum(row['state_bytes'] for row in known.values()):,}" in text
     status, output = run("list", "--json")
-    assert status == 0 and [row["name"] for row in json.loads(output)] == list(CHOICES)
+    assert status == 0 and {row["name"] for row in json.loads(output)} == set(CHOICES)
 
 
 @pytest.mark.parametrize("asked", [["list", "--markdown"], ["explain", "--optimizer", "mkor"], ["explain", "--json"]])
@@ -303,6 +305,42 @@ def test_explain_makes_no_weights_and_reads_megatrons_files(tmp_path: Path) -> N
     assert status == 0 and "decoder.layers.1.mlp.linear_fc1.weight" in output and "MiB" in output
 
 
+def test_explain_says_which_rank_owns_a_matrix_and_why(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    asked = "explain --optimizer mkor --layers 4 --hidden 96 --heads 2 --ranks 4 --json".split()
+    reasons = {}
+    for stage in "0", "2", "3":
+        status, output = run(*asked, "--stage", stage)
+        owners = {row["matrix"]: row for row in json.loads(output)["owners"]}
+        assert status == 0 and len(owners) == 16 and {row["owner"] for row in owners.values()} == set(range(4))
+        reasons[stage] = {row["why"] for row in owners.values()}
+    equal = {"had least work of the 4 ranks that hold as much of it"}
+    assert reasons["0"] == reasons["3"] == equal
+    assert "holds it whole" in reasons["2"] and any("holds most of it" in why for why in reasons["2"])
+    status, text = run(*asked[:-1])
+    assert status == 0 and "owners on 4 ranks" in text and "transformer.h.3.mlp.c_fc.weight" in text
+    status, output = run("explain", "--stage", "2")
+    assert status == 2 and "add --ranks N" in output
+    flags = "optimizer: ldadam\nldadam-rank: 4\nnum-layers: 2\nhidden-size: 64\nnum-attention-heads: 4\n"
+    (tmp_path / "run.yaml").write_text(
+        flags + "tensor-model-parallel-size: 2\npipeline-model-parallel-size: 2\nuse-distributed-optimizer: true\n"
+    )
+    status, output = run("explain", "--config", str(tmp_path / "run.yaml"))
+    assert status == 0 and "decoder.layers.1.mlp.linear_fc1.weight" in output, "both stages, whole"
+    status, output = run("explain", "--config", str(tmp_path / "run.yaml"), "--ranks", "4", "--json")
+    of_last = [row for row in json.loads(output)["owners"] if "layers.1" in row["matrix"]]
+    assert status == 0 and of_last and {row["owner"] for row in of_last} == {2, 3}
+
+
+def test_explained_reasons_are_those_of_the_plan() -> None:
+    task = MatrixTask("a", ("a",), None, 1.0)
+    assert why_owner(task, 0, {0: 8}) == "holds it whole"
+    assert why_owner(task, 1, {0: 2, 1: 6}) == "holds most of it, 75%"
+    assert why_owner(task, 0, {0: 2, 1: 6}) == "the rank that holds most would have over 1.1 times the mean work"
+    assert why_owner(task, 2, {0: 4, 1: 4}) == "the ranks that hold most would have over 1.1 times the mean work"
+    assert "a slice" in why_owner(MatrixTask("a[0:2]", ("a",), None, 1.0, "a"), 0, {0: 4})
+
+
 @pytest.mark.parametrize("name", ["ldadam", "mkor", "mars-m"])
 def test_explained_states_are_those_of_a_real_step(name: str) -> None:
     transformers = pytest.importorskip("transformers")
@@ -327,23 +365,48 @@ def test_explained_states_are_those_of_a_real_step(name: str) -> None:
 def test_list_has_every_type_and_the_page_is_of_today() -> None:
     pytest.importorskip("transformers")
     status, output = run("list")
-    assert status == 0 and all(f" {spelling} " in output for spelling in BY_SPELLING)
-    assert "one GPU without a framework" in output
+    names = [spelling for spelling in BY_SPELLING if spelling != "MARS"]
+    assert status == 0 and all(f" {name} " in output for name in names), output
     page = (ROOT / "docs" / "choose.md").read_text()
-    assert as_markdown() in page, "write the table of docs/choose.md anew: rankwise list --markdown"
+    for table in as_markdown().split("\n\n"):
+        assert table in page, "write the tables of docs/choose.md anew: rankwise list --markdown"
 
 
-@pytest.mark.parametrize("columns", [40, 80, 119])
-def test_list_on_a_narrow_terminal_breaks_no_word(columns: int) -> None:
+@pytest.mark.parametrize("name", [name for name in BY_NAME if name not in ("mars", "mars-shampoo", "mkor-h")])
+def test_list_shows_what_plan_computes(name: str) -> None:
+    """What is read, so that the answer is there at once, is what would be computed."""
+    pytest.importorskip("transformers")
+    recorded = json.loads(optimizer_guide.RECORDED.read_text())
+    assert recorded[name] == pytest.approx(list(optimizer_guide.computed(name)), rel=1e-6), (
+        "write it anew: python -m rankwise.launch.optimizer_guide"
+    )
+    assert set(recorded) == {name for name in BY_NAME if is_ours(name)}
+
+
+def test_list_shows_what_a_gpu_took() -> None:
+    items = json.loads((ROOT / "docs" / "data" / "gpu.json").read_text())["items"]
+    timed = {spelling: choice.gpu for spelling, choice in CHOICES.items() if choice.gpu}
+    assert len(timed) == 7
+    for spelling, (name, ratio) in timed.items():
+        (row,) = items[f"step/{name}, llama-7b-layers"]["rows"]
+        assert f"{row['ratio']:.2f}" == f"{ratio:.2f}", f"{spelling}: write it into launch/optimizer_guide.py"
+
+
+@pytest.mark.parametrize(("columns", "arguments"), [(40, []), (80, []), (100, ["--all"]), (200, [])])
+def test_list_fits_a_terminal_and_breaks_no_word(columns: int, arguments: list[str]) -> None:
     pytest.importorskip("transformers")
     environment = {"COLUMNS": str(columns), "TERM": "dumb", "NO_COLOR": "1"}
-    output = CliRunner().invoke(app, ["list"], env=environment).output
-    assert max(map(len, output.splitlines())) <= columns
+    output = CliRunner().invoke(app, ["list", *arguments], env=environment).output
+    assert max(map(len, output.splitlines())) <= columns and "…" not in output
+    if columns >= 80 and not arguments:
+        assert len(output.splitlines()) <= 24, "one screen"
+        return
     words = re.sub(r"\s+", " ", output)
-    for spelling, choice in CHOICES.items():
+    shown = {spelling: choice for spelling, choice in CHOICES.items() if spelling != "MARS"}
+    for spelling, choice in shown.items():
         said = f"{spelling} for: {choice.purpose} not for: {choice.against} lr over AdamW's: {choice.rate} "
         assert said in words, spelling
-    assert len(re.findall(r"state, bytes per parameter \(AdamW: 8\): \d+\.\d\d sent", words)) == len(CHOICES)
+    assert len(re.findall(r"state, bytes per parameter \(AdamW: 8\): \d+\.\d\d sent", words)) == len(shown)
 
 
 def test_universal_command_says_what_is_missing(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_wrong_or_missing_trajectory_is_far() -> None:
 @pytest.mark.slow
 def test_two_ranks_follow_and_a_rank_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     found = doctor.run_self_test(300)
-    assert found.status == "ok" and re.match(r"7 optimizers follow, [\w-]+ least", found.value), found
+    assert found.status == "ok" and re.match(r"8 optimizers follow, [\w-]+ least", found.value), found
     command = "rankwise.launch.spawn.torchrun_command"
     told = "print('OSError: no network', flush=True); raise type('ChildFailedError', (Exception,), {})"
     monkeypatch.setattr(command, lambda *_: ["python", "-c", told])

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from rankwise import LDAdam
-from rankwise.kernels import lists
-from rankwise.kernels.dispatch import using
 from rankwise.ldadam.formulas import side_normalized
 from rankwise.ldadam.rule import Subspace, ldadam_step
 
@@ -61,15 +59,11 @@ def by_optimizer(scheduled: bool, feedback: bool) -> tuple[dict[str, Tensor], An
     return weights, optimizer
 
 
-@pytest.mark.parametrize("form", ["chosen", "lists"])
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("feedback", [True, False])
 @pytest.mark.parametrize("scheduled", [False, True])
-def test_the_optimizer_follows_the_rule(scheduled: bool, feedback: bool, form: str) -> None:
-    if form == "lists":
-        with using(lists):
-            weights, optimizer = by_optimizer(scheduled, feedback)
-    else:
-        weights, optimizer = by_optimizer(scheduled, feedback)
+def test_the_optimizer_follows_the_rule(scheduled: bool, feedback: bool) -> None:
+    weights, optimizer = by_optimizer(scheduled, feedback)
     assert {row.rule for row in optimizer.explain()} == {"matrix"}
     for name, weight in weights.items():
         W, F, state = by_rule(name, scheduled, feedback)

@@ -257,9 +257,7 @@ def test_every_recording_is_followed_or_accounted_for() -> None:
 
     source = open(__file__).read()
     not_by_the_class = {
-        # An exact SVD at every step: an option of the pure function only.
-        "ldadam_f64_noef_svd",
-        # Damping relative to a one-sided row sum: likewise.
+        # Damping relative to a one-sided row sum: see sonew/test_sonew_golden.py.
         "sonew_jax_tridiag_rmspgraft_releps_f64",
     }
     for path in GOLDEN_DIR.glob("*.npz"):
