@@ -236,7 +236,7 @@ class Framework(LayoutSource):
             tensors = []
             for numel, slices in group_shards:
                 if layout == "replicated":
-                    tensor: Tensor = named[slices[0].name]
+                    tensor: Tensor = named[slices[0].key]
                 else:
                     tensor = self._filled(self._named, numel, slices).requires_grad_()
                 tensors.append(tensor)
