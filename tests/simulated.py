@@ -352,7 +352,7 @@ class Framework(LayoutSource):
         first, last = (bounds[share], bounds[share + 1]) if 0 <= share < parts else (0, 0)
         runs = _runs(names, sizes, first, last)
         return [
-            [(run.end - run.start, (Slice(run.name, run.start, run.end, 0),)) for run in runs if run.name in group]
+            [(run.end - run.start, (Slice(run.key, run.start, run.end, 0),)) for run in runs if run.key in group]
             for group in GROUPS
         ]
 

@@ -229,7 +229,7 @@ def test_the_list_shows_what_modules_have_brought() -> None:
     done = CliRunner().invoke(app, ["list", "--json"])
     assert done.exit_code == 0, done.output
     told = {row["name"]: row for row in json.loads(done.stdout)}
-    assert list(told) == list(BY_SPELLING)
-    assert told["SOAP"]["purpose"] == "Adam in the eigenbasis of Shampoo's preconditioner (arXiv 2409.11321)."
-    assert (told["SOAP"]["against"], told["SOAP"]["betas"]) == ("see module soap", "0.95, 0.95")
-    assert told["SOAP"]["state"] > 8 and "CPU ranks" not in told["SOAP"]["maturity"]
+    assert set(told) == set(BY_SPELLING)
+    assert (told["SOAP"]["purpose"], told["SOAP"]["betas"]) == ("see soap", "0.95, 0.95") and told["SOAP"]["state"] > 8
+    done = CliRunner().invoke(app, ["list"])
+    assert done.exit_code == 0 and "of soap" in done.stdout, done.output
