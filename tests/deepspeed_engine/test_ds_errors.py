@@ -13,7 +13,7 @@ import deepspeed
 import ds_harness as ds
 import pytest
 import torch
-from ranks import run_ranks
+from ds_harness import run_ranks
 from torch import nn
 
 import deepspeed_plugin
@@ -81,7 +81,6 @@ def _absent_checkpoints(folders: list[str]) -> list[str]:
 
 
 def _bad_blocks(rank: int, world: int, folders: list[str]) -> list[str]:
-    deepspeed.init_distributed("gloo")
     found = []
     for index, (name, params, _) in enumerate(BAD_BLOCKS):
         for initialize in (deepspeed.initialize, deepspeed_plugin.initialize):
@@ -123,7 +122,6 @@ def _told(work: Callable[..., Any], *args: Any) -> str:
 
 def _corrupted(rank: int, world: int, config: dict[str, Any], folder: str) -> list[str]:
     """Change one model weight behind the wrapper's back, on all ranks or on one, and take a step, or save."""
-    deepspeed.init_distributed("gloo")
     found = []
     for name, culprit in (("MARS-AdamW", None), ("MKOR", None), ("MKOR", 0), ("LDAdam", 1)):
         job = ds.Job(name, ds.TYPES[name], config=config, dtype=torch.bfloat16)
@@ -144,7 +142,6 @@ def _not_a_number(rank: int, world: int, folder: str) -> list[str]:
 
     Saving plans, and so compares; a step would be skipped for its gradients.
     """
-    deepspeed.init_distributed("gloo")
     found = []
     for stage in range(4):
         config = {"zero_optimization": {"stage": stage}}

@@ -204,18 +204,6 @@ def test_statistics_are_free_of_loss_scale_and_accumulation(micro_batches: int, 
         torch.testing.assert_close(g, bias_gradient, rtol=1e-11, atol=1e-16)
 
 
-def test_unequal_micro_batches_weigh_by_tokens() -> None:
-    model, other = make(), make()
-    expected = train(model, build(model, update_interval=2))
-    optimizer = build(other, update_interval=2)
-
-    def backward(step: int) -> None:
-        for part in (slice(0, 1), slice(1, 8)):
-            (loss(other, step, part) * (part.stop - part.start) / 8).backward()
-
-    assert deviation(train(other, optimizer, backward=backward), expected, weights(make())) < ROUNDING
-
-
 # --- capture (oracles 16 and 17) -------------------------------------------------------------------------------------
 
 
