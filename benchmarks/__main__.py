@@ -147,29 +147,6 @@ def state_table() -> None:
 
 
 @app.command()
-def counts(
-    models: Annotated[list[str] | None, typer.Option("--model", help="Default: llama-1b and llama-7b.")] = None,
-    types: Annotated[list[str] | None, typer.Option("--type", help="Only these; may be given several times.")] = None,
-    output: Annotated[Path | None, typer.Option(help="JSON file of the figures.")] = None,
-) -> None:
-    """Bytes, launches and waits of a steady step with Triton, counted without a device."""
-    from benchmarks.counts import TYPES, counted
-
-    rows = []
-    for model in models or ("llama-1b", "llama-7b"):
-        table = Table(title=f"{model}: one steady step, now / goal")
-        for heading in ("type", "bytes a parameter", "outside products", "launches + operations", "waits"):
-            table.add_column(heading, justify="right")
-        for name in types or TYPES:
-            row = counted(name, model)
-            rows.append(row)
-            table.add_row(name, *_counts_cells(row))
-        console.print(table)
-    if output is not None:
-        output.write_text(json.dumps(rows, indent=1) + "\n")
-
-
-@app.command()
 def recordings(
     page: Annotated[Path, typer.Option(help="Markdown page to write.")] = Path("docs/commands.md"),
 ) -> None:
@@ -282,17 +259,6 @@ def sharded(
     from benchmarks.sharded import measure_sharded, sharded_page
 
     page.write_text(sharded_page(measure_sharded(ranks)))
-
-
-def _counts_cells(row: dict[str, Any]) -> list[str]:
-    goal = row["goal"] or {}
-    aims = dict.fromkeys(("bytes_per_parameter", "outside_products", "launches", "waits"), "")
-    if goal:
-        aims["outside_products" if goal["outside_products"] else "bytes_per_parameter"] = f" / {goal['bytes']:g}"
-        aims |= {name: f" / {goal[name]}" for name in ("launches", "waits")}
-    launches = f"{row['kernels']} + {row['operations']} = {row['launches']}"
-    moved = [f"{row[name]:.1f}{aims[name]}" for name in ("bytes_per_parameter", "outside_products")]
-    return [*moved, launches + aims["launches"], f"{row['waits']}{aims['waits']}"]
 
 
 def _step_line(row: dict[str, Any]) -> str:
@@ -575,12 +541,13 @@ def peers(
     from benchmarks.peers.expected import verdict
     from benchmarks.peers.page import peers_page
     from benchmarks.peers.results import read
+    from benchmarks.peers.suites import Run
 
     suites = [("torch", None)] if torch else []
     suites += [(name, path.resolve()) for name, path in (("deepspeed", deepspeed), ("megatron", megatron)) if path]
     wanted = types or [name for name in OPTIONS if name != CONTROL]
     found = []
-    for row in run(suites, results, wanted, most, limit, only, again):
+    for row in run(suites, Run(results, wanted, most, limit, only, again)):
         found.append(verdict(row)[0])
         print(f"{row['type']} {row['case']}: {found[-1]} {row['message'][:100]}", flush=True)
     page.write_text(peers_page(read(results)))

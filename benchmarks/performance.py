@@ -83,6 +83,10 @@ _NOTES = """
 - **SONew's rows are old.** They are from before its compiled pass kept its arrays in the first-level cache. Processor
   time of steps of gpt2-small over fused AdamW's since (before it in brackets): diagonal 2.0 (2.3), tridiagonal 2.9
   (3.8), band 4 8.1 (14.9). These are medians of runs one after the other on one thread of a busy AMD EPYC with AVX2.
+- **LDAdam's rows are old.** They are from when matrices of ranks 16 and 32 had C++ of their own on CPUs. Now they take
+  the library's products, as those of other ranks always have. On one thread of an AMD EPYC the step of matrices of 768
+  to 4096 takes 1.9 to 2.5 times as long with AVX-512 instructions, and a quarter as long with AVX2; a whole step of
+  `rankwise train` takes 1.04 and 0.9 times as long.
 - **Fallbacks of the published code.** The published MARS-Shampoo would orthogonalise embeddings. Here it gets the
   linear weights only, and torch's fused AdamW the rest. The published LDAdam and MKOR run their own AdamW on the rest.
 - **State bytes of the published code** are what its optimizer holds. Previous gradients that it keeps by reference

@@ -63,7 +63,12 @@ RECORDINGS: Sequence[Recording] = (
         "plan --optimizer ldadam --model llama-8b --ranks 64 --stage 3",
         "What a run on 64 GPUs will hold, send and compute, before any is there.",
     ),
-    Recording("explain --config ds.json --model gpt2-small", "Which rule each parameter takes.", 30),
+    Recording(
+        "explain --config ds.json --model gpt2-small",
+        "Which rule each parameter takes. With `--ranks 4`, also which rank owns each matrix (MKOR's factors, LDAdam's "
+        "basis), and why.",
+        30,
+    ),
     Recording(
         "train --optimizer adamw --optimizer mars-m --steps 30 --layers 2 --hidden 64 --heads 4 --output runs/first",
         "A first run: a small model, real text, two processes.",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .for_models import MODELS
-from .making import OPTIMIZERS, STAGES
+from .making import OPTIMIZERS, STAGES, deepspeed_text
 
 __all__ = [
     "MODELS",
@@ -44,7 +44,7 @@ def deepspeed_config_path(optimizer: str, stage: int = 2) -> Path:
 
 
 def deepspeed_config(optimizer: str, stage: int = 2) -> dict[str, Any]:
-    """The packaged DeepSpeed configuration of an optimizer at a ZeRO stage, as a dict.
+    """The packaged DeepSpeed configuration of an optimizer at a ZeRO stage, as a dict; of a registered one, too.
 
     Args:
         optimizer: name as in :data:`OPTIMIZERS`, in any case.
@@ -53,7 +53,8 @@ def deepspeed_config(optimizer: str, stage: int = 2) -> dict[str, Any]:
     Raises:
         ValueError: if there is no such optimizer or stage.
     """
-    config: dict[str, Any] = json.loads(deepspeed_config_path(optimizer, stage).read_text(encoding="utf-8"))
+    name = deepspeed_config_path(optimizer, stage).stem
+    config: dict[str, Any] = json.loads(deepspeed_text(name, stage))
     return config
 
 

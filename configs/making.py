@@ -11,7 +11,7 @@ from typing import Any
 
 from rankwise.names import BY_NAME, BY_SPELLING, LISTENERS, READY, Named
 
-__all__ = ["OPTIMIZERS", "STAGES", "VALUES", "contents", "write"]
+__all__ = ["OPTIMIZERS", "STAGES", "VALUES", "contents", "deepspeed_text", "write"]
 
 OPTIMIZERS: dict[str, str] = {"adamw": "AdamW", **{spelling.lower(): spelling for spelling in BY_SPELLING}}
 """File stem -> DeepSpeed ``"type"``. ``adamw`` is DeepSpeed's own baseline, the rest are ours."""
@@ -41,7 +41,8 @@ _SOURCE = (
 _TRAINERS = "Any number of GPUs. Hyperparameters: lr and weight_decay are the Trainer's, the others the type's own."
 
 
-def _deepspeed(name: str, stage: int) -> str:
+def deepspeed_text(name: str, stage: int) -> str:
+    """The file of an optimizer at a ZeRO stage; registered ones have none, but would have this one."""
     config = {
         "_comment": _SOURCE,
         "train_micro_batch_size_per_gpu": 8,
@@ -97,7 +98,7 @@ def contents() -> Iterator[tuple[str, str]]:
         yield f"megatron/{name}.yaml", _megatron(name)
         yield f"huggingface/{name}.json", _huggingface(name)
         for stage in STAGES:
-            yield f"deepspeed/zero{stage}/{name}.json", _deepspeed(name, stage)
+            yield f"deepspeed/zero{stage}/{name}.json", deepspeed_text(name, stage)
 
 
 def write(folder: Path, files: Iterable[tuple[str, str]]) -> None:

@@ -14,8 +14,9 @@ module                   names of
 ``pipeline``, ``losses`` pipeline engines, and the loss that ``backward`` is given
 ``monitor``              the monitors that health is written to
 ``trainer_defaults``     what Hugging Face's Trainer fills into the JSON
-``checkpoints.files``    files and keys of a checkpoint (``adamw_files``, ``zero_file_form``: as DeepSpeed writes them)
-``checkpoints.loading``  what the engine and its wrappers restore: counters, schedulers, the loss scale
+``checkpoints.files``    files and keys of a checkpoint (``adamw_files``: of AdamW and Muon)
+``checkpoints.loading``  what is known of the engine that loads
+``checkpoints.by_name``  what the engine and its wrappers restore: counters, schedulers, the loss scale
 ``checkpoints.saving``   what ``save_checkpoint`` writes beside our states
 ======================== ==============================================================================================
 """

@@ -88,7 +88,7 @@ def attach(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
 
 def _refuse_unmatched(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
     """Refuse patterns of options without effect; frozen parameters count, which the optimizer was not given."""
-    names = [*optimizer.parameters_by_name, *(name for name, _ in engine.module.named_parameters())]
+    names = [*optimizer.table.parameters, *(name for name, _ in engine.module.named_parameters())]
     elsewhere = is_pipeline(engine) or engine.has_moe_layers
     refuse = refuse_unmatched_everywhere if elsewhere else refuse_unmatched
     for key, patterns in optimizer.options.patterns.items():

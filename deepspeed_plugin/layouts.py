@@ -45,14 +45,16 @@ def layout_of(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> DeepSpeed
     """The layout of the wrapper the engine chose.
 
     Raises:
-        LayoutError: The wrapper is unknown.
+        LayoutError: The wrapper, or an attribute of it, is unknown.
     """
     wrapper = engine.optimizer
     if wrapper is optimizer:
         return _Unwrapped(engine, optimizer)
     for kind, layout in _LAYOUTS.items():
         if isinstance(wrapper, kind):
-            return layout(engine, optimizer)
+            known = layout(engine, optimizer)
+            known.refuse_other_attributes()
+            return known
     raise LayoutError(
         f"DeepSpeed wrapped {optimizer.spec.name} in {type(wrapper).__name__}, whose memory layout is unknown; "
         "use ZeRO stage 0, 1, 2 or 3 without compression, ZenFlow or other optimizer wrappers."
@@ -74,7 +76,7 @@ class DeepSpeedLayout(LayoutSource):
 
     def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
         self._engine = engine
-        self._names = {id(parameter): name for name, parameter in optimizer.parameters_by_name.items()}
+        self._names = {id(parameter): name for name, parameter in optimizer.table.parameters.items()}
         self._set: set[str] = set()
         self._data: dist.ProcessGroup = engine.seq_data_parallel_group
         self._shards: dict[int, TensorParallelShard] = {}
@@ -96,6 +98,21 @@ class DeepSpeedLayout(LayoutSource):
     @abstractmethod
     def units(self) -> list[list[tuple[Tensor, int]]]:
         """The tensors each ``step()`` call will find in the param groups, and the position of their group there."""
+
+    def refuse_other_attributes(self) -> None:
+        """Refuse a wrapper without the attributes that say which tensors it steps.
+
+        Raises:
+            LayoutError: Names the attribute, the version and the tested ones.
+        """
+        try:
+            self.units()
+            self._grouped()
+        except AttributeError as error:
+            raise LayoutError(
+                f"{error}, from which the layout of its parameters is read; this DeepSpeed ({_version()}) names it "
+                "differently from the tested ones (0.19): install deepspeed>=0.19,<0.20, or report the version."
+            ) from error
 
     def order(self) -> GroupedShapes | None:
         """Names and shapes by group where each tensor of the param groups is a whole parameter; else None."""

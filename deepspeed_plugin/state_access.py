@@ -39,7 +39,7 @@ class StateAccess:
 
     def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer, layout: DeepSpeedLayout) -> None:
         self._wrapper, self._optimizer, self._layout = engine.optimizer, optimizer, layout
-        self._names = {id(parameter): name for name, parameter in optimizer.parameters_by_name.items()}
+        self._names = {id(parameter): name for name, parameter in optimizer.table.parameters.items()}
         self._link = getattr(self._wrapper, _LINK, None)
         if self._link is not None:  # stage 0 has nothing to link
             setattr(self._wrapper, _LINK, self._link_all)
@@ -49,7 +49,7 @@ class StateAccess:
         """Leave the parameters as DeepSpeed had them."""
         if self._link is not None:
             self._wrapper.__dict__.pop(_LINK, None)
-            for parameter in self._optimizer.parameters_by_name.values():
+            for parameter in self._optimizer.table.parameters.values():
                 if isinstance(getattr(parameter, "_z3_optimizer", None), _StageThree):
                     parameter._z3_optimizer = self._wrapper  # type: ignore[attr-defined]
                 for stock in (get_full_hp_param, set_full_hp_param):
@@ -64,7 +64,7 @@ class StateAccess:
         self._install()
 
     def _install(self) -> None:
-        for parameter in self._optimizer.parameters_by_name.values():
+        for parameter in self._optimizer.table.parameters.values():
             if hasattr(parameter, "_z3_optimizer"):
                 parameter._z3_optimizer = _StageThree(self._wrapper, self)
             elif hasattr(parameter, "_hp_mapping"):

@@ -12,6 +12,7 @@ from deepspeed.checkpoint.affine import AffinePiece, ParamAffineMap
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from torch import Tensor
 
+from rankwise.intervals import Interval
 from rankwise.layout.layout import LayoutError
 from rankwise.layout.layout_source import Slice
 
@@ -69,9 +70,9 @@ class TensorParallelShard:
             return [Slice(name, start, end, offset, self.columns, copy)]
         found = []
         for first, before, length in self._placed_runs():
-            low, high = max(start, before), min(end, before + length)
-            if low < high:
-                found.append(Slice(name, low + first - before, high + first - before, offset + low - start, None, copy))
+            held = Interval(start, end).common(before, before + length)
+            if held.length:
+                found.append(Slice(name, *held.shifted(first - before), offset + held.start - start, None, copy))
         return found
 
     def local(self, position: int) -> int:

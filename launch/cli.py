@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +14,6 @@ from rankwise.launch.exit_codes import EXIT_CODES, OrderlyGroup
 from rankwise.launch.settings import Form, Place, Ranks, Settings
 from rankwise.launch.terminal import complain, console, say
 from rankwise.launch.typed_options import bad_usage, count, takes_dataclasses
-from rankwise.names import CLASSES
 from rankwise.rule_modules import VARIABLE, add_rule_modules
 from rankwise.version import __version__
 
@@ -21,7 +21,7 @@ __all__ = ["app"]
 
 app = typer.Typer(
     name="rankwise",
-    help=f"{', '.join(known.__name__ for known in CLASSES)} for DeepSpeed, Megatron and FSDP2.",
+    help="MARS, SONew, LDAdam, MKOR for DeepSpeed, Megatron and FSDP2.",
     epilog=f"Begin with: rankwise doctor, then rankwise list, then rankwise train\n\n{EXIT_CODES}",
     cls=OrderlyGroup,
     no_args_is_help=True,
@@ -41,6 +41,8 @@ def _version(asked: bool) -> None:
 
 def _add_rules(words: list[str] | None) -> None:
     with bad_usage():
+        # The first import of the names reads the variable.
+        importlib.import_module("rankwise.names")
         add_rule_modules(words or [])
 
 

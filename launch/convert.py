@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, get_args
 
 from rankwise.checkpoint.named_checkpoint import ConversionError, NamedCheckpoint, renaming
 from rankwise.launch.settings import Form
-from rankwise.layout.chunked_vectors import StorageError
+from rankwise.layout.chunked_vectors import CheckpointError
 
 __all__ = ["CONVERSION_ERRORS", "convert_checkpoint", "how_to_load"]
 
-CONVERSION_ERRORS = (ConversionError, StorageError, ValueError, OSError, RuntimeError)
+CONVERSION_ERRORS = (ConversionError, CheckpointError, ValueError, OSError, RuntimeError)
 """What a conversion that is not made ends in; nothing has been written then."""
 _PACKAGES = {"deepspeed": "deepspeed", "megatron": "megatron-core", "torch": "torch"}
 
@@ -62,7 +62,7 @@ def convert_checkpoint(
 
     Raises:
         ConversionError: It cannot be converted, or not to where it is asked for.
-        StorageError, CheckpointError, OSError: A file is missing, damaged or cannot be written.
+        CheckpointError, OSError: A file is missing, damaged or cannot be written.
     """
     source, target = Path(source), Path(target)
     if to not in get_args(Form):

@@ -1,20 +1,32 @@
-"""The outcome of an optimizer's routing as a table."""
+"""Which rule each parameter takes, and which rank owns each matrix, with the reasons, as tables."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from math import prod
+from re import split
 from typing import NamedTuple
 
 import torch
+from rich.markup import escape
 from rich.table import Table
 
+from rankwise.comm.owner_plan import IMBALANCE_TOLERANCE, MatrixTask, added
 from rankwise.estimate import imagined_units
 from rankwise.launch.planning.megatron import stage_model, stage_parts
 from rankwise.launch.planning.optimizers import built
 from rankwise.launch.planning.plan_request import Asked
 from rankwise.step.optimizer import ShardedOptimizer
 
-__all__ = ["ExplainedParameter", "explain_table", "explained"]
+__all__ = [
+    "ExplainedOwner",
+    "ExplainedParameter",
+    "explain_table",
+    "explained",
+    "explained_owners",
+    "owners_table",
+    "why_owner",
+]
 
 _MEBIBYTE = 1 << 20
 
@@ -37,6 +49,22 @@ class ExplainedParameter(NamedTuple):
     state_bytes: int
 
 
+class ExplainedOwner(NamedTuple):
+    """Where a matrix is updated.
+
+    Attributes:
+        matrix: Its name: the parameter's, with the block or slice of it.
+        owner: Rank that updates it and has its states.
+        why: What decided so.
+        kept_by: Ranks that keep states in the owner's place between steps, by state.
+    """
+
+    matrix: str
+    owner: int
+    why: str
+    kept_by: Mapping[str, int]
+
+
 def explained(asked: Asked) -> list[ExplainedParameter]:
     """A row per parameter, as one rank would hold it; no weight is made.
 
@@ -54,7 +82,7 @@ def explained(asked: Asked) -> list[ExplainedParameter]:
         optimizer = built(asked.picked, asked.model)
     # One for each parameter, whether its rule takes it as one matrix or as several.
     rows = {optimizer.table.base_name(row.name): row for row in optimizer.explain()}
-    states, shapes = _state_bytes(optimizer), optimizer.parameters_by_name
+    states, shapes = _state_bytes(optimizer), optimizer.table.parameters
     return [
         ExplainedParameter(name, tuple(shapes[name].shape), row.rule, row.reason, states[name])
         for name, row in rows.items()
@@ -77,17 +105,58 @@ def explain_table(rows: list[ExplainedParameter], optimizer: str) -> Table:
     return table
 
 
+def explained_owners(asked: Asked) -> list[ExplainedOwner]:
+    """A row per matrix, by name and number, as the ranks of ``asked`` plan it before their first step.
+
+    Raises:
+        ValueError: The ranks cannot share the model.
+    """
+    rows: list[ExplainedOwner] = []
+    for exchange, places in asked.figures().exchanges:
+        layout, plan = exchange.layout, exchange.plan
+        for task in (task for batch in plan.batches for task in batch.tasks):
+            held = {places[rank]: count for rank, count in added([layout.elements(p) for p in task.parts]).items()}
+            owner = places[plan.owners[task.key]]
+            kept_by = {state: places[rank] for (key, state), rank in plan.keepers.items() if key == task.key}
+            rows.append(ExplainedOwner(task.key, owner, why_owner(task, owner, held), kept_by))
+    return sorted(rows, key=lambda row: [int(w) if w.isdigit() else w for w in split(r"(\d+)", row.matrix)])
+
+
+def why_owner(task: MatrixTask, owner: int, held: Mapping[int, int]) -> str:
+    """What :func:`rankwise.comm.owner_plan.assign_owners` went by, given the elements that each rank holds."""
+    if task.whole is not None:
+        return "a slice; the ranks that share the matrix had least work"
+    own, most = held.get(owner, 0), max(held.values())
+    equal = sum(count == most for count in held.values())
+    if own < most:
+        fuller = "rank that holds" if equal == 1 else "ranks that hold"
+        return f"the {fuller} most would have over {IMBALANCE_TOLERANCE:g} times the mean work"
+    if equal > 1:
+        return f"had least work of the {equal} ranks that hold as much of it"
+    return "holds it whole" if len(held) == 1 else f"holds most of it, {own / sum(held.values()):.0%}"
+
+
+def owners_table(rows: Sequence[ExplainedOwner], ranks: int) -> Table:
+    """The owners for the terminal."""
+    table = Table(title=f"owners on {ranks} rank{'s' if ranks > 1 else ''}")
+    table.add_column("matrix", overflow="fold")
+    table.add_column("rank", justify="right")
+    table.add_column("why")
+    for row in rows:
+        kept = "".join(f"; {state} is kept by rank {rank}" for state, rank in row.kept_by.items())
+        table.add_row(escape(row.matrix), str(row.owner), row.why + kept)
+    return table
+
+
 def _state_bytes(optimizer: ShardedOptimizer) -> dict[str, int]:
     """By parameter, of all states it would have in one process; a bias that rides along is its matrix's."""
-    found = dict.fromkeys(optimizer.parameters_by_name, 0)
+    found = dict.fromkeys(optimizer.table.parameters, 0)
     name_of = optimizer.table.base_name
 
     for unit in imagined_units(optimizer, 1, 1):
         work = optimizer.step_costs(unit)
         for key, shape in unit.layout.shapes.items():
-            group = unit.planned_groups[unit.group_position[key]]
-            types = optimizer.table.element_states(unit.infos[key], unit.routes[key].rule, group)
-            width = sum((dtype or unit.dtype).itemsize for dtype in types.values())
+            width = sum((dtype or unit.dtype).itemsize for dtype in unit.parameters[key].states.values())
             found[name_of(key)] += prod(shape) * width
         batches = [] if unit.exchange is None else unit.exchange.plan.batches
         for task in (task for batch in batches for task in batch.tasks):

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["compare", "doctor", "explain", "list_types", "plan"]
 
+OWNERS = "Owners"
 Json = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 
@@ -179,13 +180,17 @@ def explain(
     heads: Heads = None,
     seq_len: Annotated[int, count("Longest sequence.", MODEL)] = 128,
     vocab_size: VocabSize = None,
+    ranks: Annotated[int | None, count("Show the owner of each matrix, too, on so many ranks.", OWNERS)] = None,
+    stage: Annotated[int | None, count("Of ZeRO; by default the config's, else 2.", OWNERS, least=0, most=3)] = None,
     as_json: Json = False,
 ) -> None:
     """Show which rule every parameter of a model takes and what its state costs; no weights are made.
 
+    With --ranks, also which rank owns each matrix (MKOR's factors, LDAdam's basis), and why.
+
     What is not said of gpt2 and llama is 4 layers, 192 wide, 6 heads and 257 token ids.
     """
-    from rankwise.launch.explain import explain_table, explained
+    from rankwise.launch.explain import explain_table, explained, explained_owners, owners_table
     from rankwise.launch.planning.plan_request import answered
 
     with bad_usage():
@@ -195,9 +200,17 @@ def explain(
             model, sized = model or "gpt2", True
             layers, hidden, heads, vocab_size = layers or 4, hidden or 192, heads or 6, vocab_size or 257
         sizes = (layers, hidden, heads, vocab_size) if sized else (None, None, None, None)
-        asked = answered(Question(config, optimizer, model, *sizes, ranks=1, seq_len=seq_len))
+        if stage is not None and ranks is None:
+            raise ValueError(f"stage is {stage}, and owners are not asked for: add --ranks N, or leave it out")
+        question = Question(config, optimizer, model, *sizes, ranks=ranks, stage=stage, seq_len=seq_len)
+        # Whole parameters, although a configuration may cut them over ranks.
+        asked = answered(replace(question, ranks=1, stage=None, tp=1, pp=1, cp=1, vpp=1, ep=1, etp=1))
         rows = explained(asked)
+        owners = None if ranks is None else explained_owners(answered(question))
     if as_json:
-        tell_programs({"optimizer": asked.picked.name, "parameters": [row._asdict() for row in rows]})
-    else:
-        console.print(explain_table(rows, asked.picked.name))
+        told = {"optimizer": asked.picked.name, "parameters": [row._asdict() for row in rows]}
+        tell_programs(told if owners is None else {**told, "owners": [row._asdict() for row in owners]})
+        return
+    console.print(explain_table(rows, asked.picked.name))
+    if ranks is not None and owners is not None:
+        console.print(owners_table(owners, ranks))

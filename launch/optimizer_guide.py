@@ -125,7 +125,7 @@ CHOICES: Mapping[str, Characteristics] = {
 """By the spelling of a JSON's ``"type"``."""
 
 
-class Cost(NamedTuple):
+class Price(NamedTuple):
     """What a type costs in the :data:`SETTING`, with the options of its configuration for that model.
 
     Attributes:
@@ -151,9 +151,9 @@ class Row(NamedTuple):
         ready: The ready file's learning rate over AdamW's there.
         gains: See :class:`Characteristics`.
         betas: Betas of the ready configuration, or the default.
-        state: See :class:`Cost`.
-        sent: See :class:`Cost`.
-        share: See :class:`Cost`.
+        state: See :class:`Price`.
+        sent: See :class:`Price`.
+        share: See :class:`Price`.
         gpu: Time of a step on a GPU over fused AdamW's; None: not measured.
     """
 
@@ -176,7 +176,7 @@ class Row(NamedTuple):
         return found[1] if found else ""
 
 
-def computed(name: str) -> Cost:
+def computed(name: str) -> Price:
     """What a type costs in the :data:`SETTING`, by ``rankwise plan``.
 
     Args:
@@ -194,12 +194,12 @@ def computed(name: str) -> Cost:
     found = asked.figures()
     total = cost(found, device_of("H100"), Links(), asked.tokens, REACHED)
     sent = sum(rank.bytes_sent + rank.periodic_bytes / rank.period for rank in found.ranks)
-    return Cost(sum(found.states()) / found.parameters, sent / found.parameters, total.share)
+    return Price(sum(found.states()) / found.parameters, sent / found.parameters, total.share)
 
 
 def rows() -> Iterator[Row]:
     """Every type, the lowest loss at the first of the :data:`SIZES` first; those of rules from outside at the end."""
-    recorded = {name: Cost(*cost) for name, cost in json.loads(RECORDED.read_text(encoding="utf-8")).items()}
+    recorded = {name: Price(*cost) for name, cost in json.loads(RECORDED.read_text(encoding="utf-8")).items()}
     baseline = deepspeed_config("adamw")["optimizer"]["params"]["lr"]
     found = []
     for spelling, named in BY_SPELLING.items():

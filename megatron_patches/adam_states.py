@@ -17,6 +17,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch.nn import Parameter
 
+from megatron_patches.records import nested
+
 __all__ = ["WEIGHT", "AskedState", "BucketPlaces", "NamedPlaces", "Stored", "stored_step"]
 
 WEIGHT = "weight"
@@ -89,15 +91,10 @@ class AskedState(NamedTuple):
 
 
 def _groups(common: Any) -> Iterator[Mapping[str, Any]]:
-    if isinstance(common, Mapping):
-        for key, value in common.items():
-            if key == "param_groups" and isinstance(value, list | tuple):
-                yield from (group for group in value if isinstance(group, Mapping))
-            else:
-                yield from _groups(value)
-    elif isinstance(common, list | tuple):
-        for value in common:
-            yield from _groups(value)
+    for _, holder in nested(common):
+        groups = holder.get("param_groups") if isinstance(holder, Mapping) else None
+        if isinstance(groups, list | tuple):
+            yield from (group for group in groups if isinstance(group, Mapping))
 
 
 def stored_step(*states: Any) -> int:
@@ -109,20 +106,9 @@ def stored_step(*states: Any) -> int:
     steps = [0]
     for state in states:
         steps += [int(group["step"]) for group in _groups(state) if group.get("step") is not None]
-        steps += _common_steps(state)
+        holders = (holder for _, holder in nested(state) if isinstance(holder, Mapping))
+        steps += [int(holder["common_step"]) for holder in holders if "common_step" in holder]
     return max(steps)
-
-
-def _common_steps(state: Any) -> Iterator[int]:
-    if isinstance(state, Mapping):
-        for key, value in state.items():
-            if key == "common_step":
-                yield int(value)
-            else:
-                yield from _common_steps(value)
-    elif isinstance(state, list | tuple):
-        for value in state:
-            yield from _common_steps(value)
 
 
 class NamedPlaces:

@@ -27,9 +27,9 @@ from megatron_patches.adam_states import Stored
 from megatron_patches.layouts import MegatronLayout
 from megatron_patches.model_keys import model_keys
 from megatron_patches.param_groups import Group, match_groups
-from megatron_patches.records import PLAIN_NAMES, RECORD, find_records, relocate_records, wanted_records
+from megatron_patches.records import RECORD, Place, at_place, find_records, relocate_records, wanted_records
 from megatron_patches.resuming import misfit, options_record, overrides, settle_options
-from megatron_patches.takeover import TAKEOVER, Place, Takeover, at_place, find_takeovers, taken_over
+from megatron_patches.takeover import TAKEOVER, Takeover, find_takeovers, taken_over
 from megatron_patches.whole_files import common_state, require_whole
 from rankwise.checkpoint.named_vectors import (
     SlicePlace,
@@ -74,7 +74,7 @@ def sharded_state(wrapper: MegatronOptimizer, is_loading: bool, model_state: Any
     """
     inner = wrapper.optimizer
     if inner is not None:
-        inner.plan_ahead(inner.layout_source.units())
+        inner.plan_ahead(inner.planner.source.units())
     step, extras = _of_all_ranks(wrapper)
     weights = {} if is_loading else model_keys(wrapper, model_state)
     state: dict[str, Any] = {TAKEOVER: Takeover(wrapper, model_state)} if is_loading and model_state else {}
@@ -84,7 +84,6 @@ def sharded_state(wrapper: MegatronOptimizer, is_loading: bool, model_state: Any
     state |= {
         RECORD: {
             "identity": inner.identity,
-            PLAIN_NAMES: True,
             "step": step,
             "groups": [_settings(group) for group in inner.param_groups],
             "members": [sorted(names) for names in wrapper.members],
@@ -126,7 +125,7 @@ def load_sharded(wrapper: MegatronOptimizer, state: Mapping[str, Any]) -> None:
         raise ValueError(_refusal([saved["identity"]], inner.identity))
     before = [dict(group) for group in inner.param_groups]
     _restore_groups(wrapper, saved)
-    settle_options(inner, before, saved.get("options", {}), overrides(wrapper), keep_structure=True)
+    settle_options(inner, before, saved["options"], overrides(wrapper), keep_structure=True)
     for index, piece in enumerate(_pieces(wrapper)):
         loaded = state["elements"][str(index)]
         if loaded.data_ptr() != piece.values.data_ptr():
@@ -229,9 +228,7 @@ def _leave_out_divided_otherwise(
     """Ask for no state of a matrix that the checkpoint has of others in the same weight alone: it starts afresh."""
     wanted = []
     for place in placed:
-        holder: Any = requested
-        for step in place:
-            holder = holder[step]
+        holder = at_place(requested, place)
         wanted += [(holder["matrices"], key, value.key) for key, value in holder.get("matrices", {}).items()]
     if not wanted:
         return
@@ -301,9 +298,7 @@ def _restore_groups(wrapper: MegatronOptimizer, saved: Mapping[str, Any]) -> Non
 
 
 def _recorded_groups(record: Mapping[str, Any]) -> list[Group]:
-    # Checkpoints written before groups named their parameters have no names.
-    members = record.get("members") or [[]] * len(record["groups"])
-    return [Group(group, frozenset(names)) for group, names in zip(record["groups"], members, strict=True)]
+    return [Group(group, frozenset(names)) for group, names in zip(record["groups"], record["members"], strict=True)]
 
 
 def _pieces(wrapper: MegatronOptimizer) -> Iterator[_Piece]:
@@ -318,7 +313,7 @@ def _pieces(wrapper: MegatronOptimizer) -> Iterator[_Piece]:
 
 def _copy(inner: ShardedOptimizer, name: str, copy: int) -> int | tuple[int, int]:
     """Which of all the copies of a weight: the first one is written."""
-    layout = inner.layout_source
+    layout = inner.planner.source
     earlier = layout.stage_copies.get(name, 0) if isinstance(layout, MegatronLayout) else 0
     return (earlier, copy) if earlier else copy
 
@@ -327,17 +322,11 @@ def _rectangles(shard: Shard, copy: int | tuple[int, int], name: str, values: Te
     if len(shard.shape) != 2:
         yield _Piece(name, values, (prod(shard.shape),), (shard.start,), copy)
         return
-    width = shard.row_length
-    left = 0 if shard.columns is None else shard.columns[0]
-    position = shard.start
-    while position < shard.end:
-        row, column = divmod(position, width)
-        whole = (shard.end - position) // width if column == 0 else 0
-        rows, part = (whole, width) if whole else (1, min(width - column, shard.end - position))
-        first = position - shard.start
-        view = values[first : first + rows * part].view(rows, part)
+    left, first = 0 if shard.columns is None else shard.columns[0], 0
+    for row, column, rows, width in shard.rectangles():
+        view = values[first : first + rows * width].view(rows, width)
         yield _Piece(name, view, shard.shape, (row, left + column), copy)
-        position += rows * part
+        first += rows * width
 
 
 def _sharded(piece: _Piece, is_loading: bool) -> ShardedTensor:

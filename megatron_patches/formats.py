@@ -55,11 +55,11 @@ def holder(wrapper: MegatronOptimizer) -> tuple[int, int] | None:
         wrapper: One of ours, with its layout.
     """
     inner: ShardedOptimizer = wrapper.optimizer
-    layout = inner.layout_source
+    layout = inner.planner.source
     assert isinstance(layout, MegatronLayout)
     world = dist.get_world_size(layout.group)
     dealt = layout.layer_wise or layout.sharded or isinstance(wrapper, DistributedOptimizer)
-    return (inner.rank, world) if world > 1 and (dealt or inner.spec.matrix_state_names) else None
+    return (inner.planner.rank, world) if world > 1 and (dealt or inner.spec.matrix_state_names) else None
 
 
 def refuse_holder(wrapper: MegatronOptimizer, saved: tuple[int, int] | None) -> None:
@@ -76,7 +76,7 @@ def refuse_holder(wrapper: MegatronOptimizer, saved: tuple[int, int] | None) -> 
     if mine is None:
         return
     everyone: list[Any] = [None] * mine[1]
-    layout = wrapper.optimizer.layout_source
+    layout = wrapper.optimizer.planner.source
     dist.all_gather_object(everyone, saved, group=layout.group)
     wrong = {rank: given for rank, given in enumerate(everyone) if given is not None and given != (rank, mine[1])}
     if wrong:

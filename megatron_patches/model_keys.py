@@ -36,7 +36,7 @@ def model_keys(wrapper: MegatronOptimizer, model_state: Any) -> dict[str, ModelK
 
 
 def _own(wrapper: MegatronOptimizer, model_state: Any) -> Iterator[tuple[str, ModelKey]]:
-    names = wrapper.optimizer.layout_source.plain_names
+    names = wrapper.optimizer.planner.source.plain_names
     sharded, _ = extract_sharded_tensors_and_factories(model_state)
     for entry in nested_values(sharded):
         name = names.get(id(entry.data))

@@ -138,7 +138,7 @@ class Norms:
         }
 
     def _planned(self, inner: ShardedOptimizer, unit: StepUnit) -> _Plan:
-        layout = inner.layout_source
+        layout = inner.planner.source
         assert isinstance(layout, MegatronLayout)
         # Of what several ranks hold alike one copy counts, and a weight that an earlier stage has, too, counts there.
         mine = {

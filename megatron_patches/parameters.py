@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from megatron_patches.cuts import WHOLE, ParameterCut, declared_cuts, equal_sections, marked_cut
 from megatron_patches.fused_weights import fused_parts
 from megatron_patches.groups import ParallelGroups
+from rankwise.intervals import Interval
 from rankwise.layout.layout import LayoutError
 from rankwise.layout.layout_source import Slice
 from rankwise.routing.roles import ParameterInfo, Role, attach_info
@@ -78,10 +79,10 @@ class ModelParameter:
         found, first = [], 0
         for rows in self.sections or self.local_shape[:1]:
             numel = rows * row
-            low, high = max(start, first), min(end, first + numel)
-            if low < high:
+            held = Interval(start, end).common(first, first + numel)
+            if held.length:
                 shift = first * (self.ways - 1) + self.rank * numel
-                found.append(Slice(self.info.name, low + shift, high + shift, low - start, None, copy))
+                found.append(Slice(self.info.name, *held.shifted(shift), held.start - start, None, copy))
             first += numel
         return tuple(found)
 

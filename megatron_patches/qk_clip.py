@@ -52,7 +52,7 @@ def main_weights_follow(chunks: Sequence[nn.Module]) -> Iterator[None]:
     Args:
         chunks: The model chunks. Those of Megatron's own optimizers are left to it.
     """
-    sources = [inner.layout_source for inner in living_optimizers()]
+    sources = [inner.planner.source for inner in living_optimizers()]
     layouts = [source for source in sources if isinstance(source, MegatronLayout)]
     weights = [weight for weight in _clipped(chunks) if any(layout.knows(weight) for layout in layouts)]
     # Weights without the attribute are the model's own in fp32, or another rank's to step.

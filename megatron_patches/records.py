@@ -6,47 +6,56 @@ ask for two records where the checkpoint has one, or the reverse. States are fou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 __all__ = [
-    "PLAIN_NAMES",
     "RECORD",
+    "Place",
     "any_layout",
+    "at_place",
     "find_records",
+    "nested",
     "plain_names",
     "relocate_records",
     "wanted_records",
 ]
 
 RECORD = "rankwise"
-PLAIN_NAMES = "plain_names"
 _SCALER = "grad_scaler"
 _AVOID = "chained_optim_avoid_prefix"
-_NUMBERED = "rankwise_numbered_names"
 _SHARDING = "distrib_optim_sharding_type"
 
 Place = tuple[Any, ...]
+"""Keys that lead to something in nested dictionaries and lists."""
 Records = Mapping[Place, Mapping[str, Any]]
 
 
-def find_records(state: Any, place: Place = ()) -> Iterator[tuple[Place, Mapping[str, Any]]]:
-    """The records of optimizers of ours anywhere in nested dictionaries and lists, and where they lie.
-
-    Args:
-        state: A state dictionary.
-        place: Keys that lead to it.
-    """
+def nested(state: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """Everything in nested dictionaries and lists, with the keys that lead to it; what holds something comes first."""
+    yield place, state
+    items: Any = ()
     if isinstance(state, Mapping):
-        record = state.get(RECORD)
+        items = state.items()
+    elif isinstance(state, Sequence) and not isinstance(state, str | bytes):
+        items = enumerate(state)
+    for key, value in items:
+        yield from nested(value, (*place, key))
+
+
+def at_place(state: Any, place: Place) -> Any:
+    """What lies in nested dictionaries and lists where these keys lead."""
+    for key in place:
+        state = state[key]
+    return state
+
+
+def find_records(state: Any) -> Iterator[tuple[Place, Mapping[str, Any]]]:
+    """The records of optimizers of ours anywhere in nested dictionaries and lists, and where they lie."""
+    for place, holder in nested(state):
+        record = holder.get(RECORD) if isinstance(holder, Mapping) else None
         if isinstance(record, Mapping) and "identity" in record:
             yield place, record
-        else:
-            for key, value in state.items():
-                yield from find_records(value, (*place, key))
-    elif isinstance(state, Sequence) and not isinstance(state, str | bytes):
-        for index, value in enumerate(state):
-            yield from find_records(value, (*place, index))
 
 
 def any_layout(metadata: Mapping[str, Any] | None, common: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -57,14 +66,9 @@ def any_layout(metadata: Mapping[str, Any] | None, common: Mapping[str, Any]) ->
             optimizer it names none, for which it asks on a resume with it.
         common: What all ranks share of the checkpoint.
     """
-    records = [record for _, record in find_records(common)]
-    if not records:
+    if next(find_records(common), None) is None:
         return metadata
-    stored = metadata or {}
-    # Until records said so, Megatron put a number before the names where it had several optimizers.
-    plain = len(records) == 1 or all(record.get(PLAIN_NAMES) for record in records)
-    numbered = not plain and (stored.get(_SHARDING) == "dp_reshardable" or not stored.get(_AVOID, False))
-    return {**stored, _SHARDING: "fully_reshardable", _NUMBERED: numbered}
+    return {**(metadata or {}), _SHARDING: "fully_reshardable"}
 
 
 def plain_names(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -73,10 +77,7 @@ def plain_names(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     Args:
         metadata: Megatron's, of a checkpoint to be written, or that of one to be read.
     """
-    given = dict(metadata or {})
-    if given.pop(_NUMBERED, False):
-        return {**given, _AVOID: False}
-    given.pop(_SHARDING, None)
+    given = {key: value for key, value in (metadata or {}).items() if key != _SHARDING}
     return {**given, _AVOID: True}
 
 
@@ -96,8 +97,7 @@ def _joined(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One record with the groups of all, each as one of experts and as one of others."""
     groups, members = [], []
     for record in records:
-        names = record.get("members") or [[]] * len(record["groups"])
-        for group, own in zip(record["groups"], names, strict=True):
+        for group, own in zip(record["groups"], record["members"], strict=True):
             for expert in (False, True):
                 groups.append({**group, "is_expert_parallel": expert})
                 members.append(own)
@@ -115,29 +115,22 @@ def relocate_records(loaded: Any, requested: Records, stored: Records) -> None:
     if requested.keys() == stored.keys() or not (requested and stored):
         return
     found = wanted_records(requested, stored)
-    scalers = [_at(loaded, place).get(_SCALER) for place in stored]
+    scalers = [at_place(loaded, place).get(_SCALER) for place in stored]
     for place in stored.keys() - requested.keys():
         _take_out(loaded, place)
     for place, record in found.items():
-        target = _at(loaded, place)
+        target = at_place(loaded, place)
         target[RECORD] = record
         if scalers[0] is not None:
             target[_SCALER] = scalers[0]
 
 
 def _take_out(loaded: Any, place: Place) -> None:
-    here = _at(loaded, place)
+    here = at_place(loaded, place)
     # Of what a rank had none of, Megatron keeps an empty dictionary.
     for key in [
         key for key, value in here.items() if key in (RECORD, _SCALER) or (isinstance(value, dict) and not value)
     ]:
         del here[key]
     if not here and place:
-        del _at(loaded, place[:-1])[place[-1]]
-
-
-def _at(state: Any, place: Place) -> MutableMapping[Any, Any]:
-    for key in place:
-        state = state[key]
-    found: MutableMapping[Any, Any] = state
-    return found
+        del at_place(loaded, place[:-1])[place[-1]]

@@ -10,6 +10,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.serialization import load_tensors_metadata
 
 from megatron_patches.param_groups import RATES
+from megatron_patches.records import nested
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["flag_of", "misfit", "options_record", "overriding_rates", "overrides", "settle_options"]
@@ -73,7 +74,7 @@ def settle_options(
     Args:
         inner: The optimizer, its groups loaded.
         before: The groups as this run made them.
-        saved: Saved of :func:`options_record`; empty in old checkpoints.
+        saved: Result of :func:`options_record` there.
         override: Whether this run's values count.
         keep_structure: Whether options on which shapes of states depend stay this run's, to which states were read.
     """
@@ -123,7 +124,9 @@ def misfit(
     owner = wanted[0]["identity"]
     options = "; ".join(_differing(wanted, stored))
     known = load_tensors_metadata(folder)
-    for tensor in _tensors(requested):
+    for _, tensor in nested(requested):
+        if not isinstance(tensor, ShardedTensor) or not tensor.key.startswith(_OURS):
+            continue
         there = known.get(tensor.key)
         # Of what is padded to the number of ranks, rows may be missing.
         free = 1 if tensor.allow_shape_mismatch else 0
@@ -154,15 +157,3 @@ def _differing(wanted: Iterable[Mapping[str, Any]], stored: Iterable[Mapping[str
             if name in there and _plain(there[name]) != _plain(value):
                 yield f"{name}={there[name]!r}, now {value!r}"
         return  # All parts of a model have the same.
-
-
-def _tensors(state: Any) -> Iterator[ShardedTensor]:
-    if isinstance(state, ShardedTensor):
-        if state.key.startswith(_OURS):
-            yield state
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            yield from _tensors(value)
-    elif isinstance(state, Sequence) and not isinstance(state, str | bytes):
-        for value in state:
-            yield from _tensors(value)

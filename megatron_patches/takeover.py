@@ -6,7 +6,7 @@ What is read goes to memory of its own. Until every rank has found all of its pa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,17 @@ from torch.nn import Parameter
 
 from megatron_patches.adam_states import WEIGHT, AskedState, BucketPlaces, NamedPlaces, Stored, stored_step
 from megatron_patches.layouts import MegatronLayout
+from megatron_patches.records import Place, at_place, nested
 from rankwise.checkpoint.named_vectors import take_moments
-from rankwise.states.state_takeover import MOMENTS
+from rankwise.layout.agreement import gather_together
+from rankwise.saving.state_takeover import listed
+from rankwise.states.optimizer_spec import MOMENTS
 from rankwise.step.optimizer import ShardedOptimizer
 
-__all__ = ["TAKEOVER", "Place", "Takeover", "at_place", "find_takeovers", "taken_over"]
+__all__ = ["TAKEOVER", "Takeover", "find_takeovers", "taken_over"]
 
 TAKEOVER = "rankwise_takeover"
 """Where a wrapper that is to be loaded leaves its own, in what it asks of a checkpoint."""
-_SHOWN = 3
 _AUTHOR = "Megatron's own optimizer"
 _WAY_OUT = "pass --no-load-optim to start from the model's weights with all states afresh"
 _ON_ITS_SIZES = (
@@ -34,7 +36,7 @@ _ON_ITS_SIZES = (
     "let Megatron's optimizer save it there once more with --dist-ckpt-optim-fully-reshardable"
 )
 
-Place = tuple[Any, ...]
+_T = TypeVar("_T")
 
 
 class Takeover:
@@ -136,7 +138,7 @@ class Takeover:
             value = read["states"][f"{number}"].reshape(-1)
             self._values[place] = value[asked.run]
         further = read.get("further", {})
-        scaler = further.get("grad_scaler") or next(_under(common, "grad_scaler"), None)
+        scaler = further.get("grad_scaler") or _scaler_in(common)
         self._scaler = scaler if getattr(self.wrapper, "grad_scaler", None) else None
         for tensor, parameter, run in self._layout.main_weights():
             for state in (WEIGHT, *MOMENTS):
@@ -222,43 +224,29 @@ class Takeover:
     @property
     def _layout(self) -> MegatronLayout:
         assert self._inner is not None
-        layout = self._inner.layout_source
+        layout = self._inner.planner.source
         assert isinstance(layout, MegatronLayout)
         return layout
+
+
+def _scaler_in(common: Any) -> Any:
+    holders = (holder for _, holder in nested(common) if isinstance(holder, Mapping))
+    return next((holder["grad_scaler"] for holder in holders if holder.get("grad_scaler")), None)
 
 
 def _rounded(names: Sequence[str]) -> str:
     if not names:
         return ""
-    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-    return f" The checkpoint has no full-precision weights that fit {shown}: they go on from the model's own type."
+    return (
+        f" The checkpoint has no full-precision weights that fit {listed(names)}: they go on from the model's own type."
+    )
 
 
-def _under(state: Any, wanted: str) -> Iterator[Any]:
-    if isinstance(state, Mapping):
-        for key, value in state.items():
-            if key == wanted and value:
-                yield value
-            else:
-                yield from _under(value, wanted)
-
-
-def find_takeovers(state: Any, place: Place = ()) -> Iterator[tuple[Place, MutableMapping[Any, Any]]]:
-    """The dictionaries in what is asked of a checkpoint that have a :class:`Takeover`, and where they lie.
-
-    Args:
-        state: Nested dictionaries and lists.
-        place: Keys that lead to it.
-    """
-    if isinstance(state, MutableMapping):
-        if isinstance(state.get(TAKEOVER), Takeover):
-            yield place, state
-        else:
-            for key, value in state.items():
-                yield from find_takeovers(value, (*place, key))
-    elif isinstance(state, list | tuple):
-        for index, value in enumerate(state):
-            yield from find_takeovers(value, (*place, index))
+def find_takeovers(state: Any) -> Iterator[tuple[Place, MutableMapping[Any, Any]]]:
+    """The dictionaries in what is asked of a checkpoint that have a :class:`Takeover`, and where they lie."""
+    for place, holder in nested(state):
+        if isinstance(holder, MutableMapping) and isinstance(holder.get(TAKEOVER), Takeover):
+            yield place, holder
 
 
 class taken_over:  # noqa: N801 - used as a function.
@@ -273,15 +261,15 @@ class taken_over:  # noqa: N801 - used as a function.
         self._found = {place: (holder[TAKEOVER], holder) for place, holder in find_takeovers(requested)}
         self._model = dict(_parameter_places(requested))
         self._common = stored.common
-        problem = None
-        try:
-            asked = [takeover.ask(stored, _position(place)) for place, (takeover, _) in self._found.items()]
-        except Exception as error:  # noqa: BLE001 - the other ranks are to raise, too, and not to wait.
-            problem = _told(error)
-        everyone = _everyone(([takeover.lacking for takeover, _ in self._found.values()], problem))
-        _refuse_together([text for _, text in everyone])
+        asked: list[dict[str, Any]] = []
+
+        def ask() -> list[dict[str, tuple[str, ...]]]:
+            asked.extend(takeover.ask(stored, _position(place)) for place, (takeover, _) in self._found.items())
+            return [takeover.lacking for takeover, _ in self._found.values()]
+
+        everyone = _everyone(ask)
         for index, (takeover, holder) in enumerate(self._found.values()):
-            takeover.agree(lacking[index] for lacking, _ in everyone)
+            takeover.agree(lacking[index] for lacking in everyone)
             holder.clear()
             holder.update({TAKEOVER: asked[index]} if asked[index] else {})
 
@@ -294,20 +282,19 @@ class taken_over:  # noqa: N801 - used as a function.
         Raises:
             ValueError: On all ranks, where one cannot go on.
         """
-        began, problem = 0, None
-        afresh: set[str] = set()
-        try:
+
+        def receive() -> tuple[int, set[str]]:
+            began, afresh = 0, set[str]()
             for place, (takeover, _) in self._found.items():
                 read = at_place(loaded, place).get(TAKEOVER, {}) if takeover.wrapper.optimizer is not None else {}
                 began = max(began, takeover.receive(read, self._common, lambda p: self._read(loaded, p)))
                 afresh.update(takeover.afresh)
-        except Exception as error:  # noqa: BLE001 - the other ranks are to raise, too, and not to wait.
-            problem = _told(error)
-        everyone = _everyone((began, sorted(afresh), problem))
-        _refuse_together([text for *_, text in everyone])
-        began = max(steps for steps, *_ in everyone)
+            return began, afresh
+
+        everyone = _everyone(receive)
+        began = max(steps for steps, _ in everyone)
         for takeover, _ in self._found.values():
-            takeover.settle(began, {name for _, names, _ in everyone for name in names} if began else ())
+            takeover.settle(began, {name for _, names in everyone for name in names} if began else ())
         for top in dict.fromkeys(place[0] for place in self._found if place):
             loaded[top] = {}
         for place, (takeover, _) in self._found.items():
@@ -323,39 +310,23 @@ def _position(place: Place) -> int | None:
     return place[-1] if place and isinstance(place[-1], int) else None
 
 
-def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, ValueError) else repr(error)
+def _everyone(work: Callable[[], _T]) -> list[_T]:
+    """What some work returns on every rank; what fails on one fails on all."""
+
+    def told() -> _T:
+        try:
+            return work()
+        except Exception as error:
+            text = str(error) if isinstance(error, ValueError) else repr(error)
+            raise ValueError(f"this checkpoint of {_AUTHOR} cannot be continued: {text}; or {_WAY_OUT}") from error
+
+    return gather_together(told, dist.group.WORLD)
 
 
-def _everyone(mine: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
-
-
-def _refuse_together(problems: Sequence[str | None]) -> None:
-    for rank, text in enumerate(problems):
-        if text is not None:
-            raise ValueError(f"this checkpoint of {_AUTHOR} cannot be continued: rank {rank}: {text}; or {_WAY_OUT}")
-
-
-def _parameter_places(state: Any, place: Place = ()) -> Iterator[tuple[int, Place]]:
-    if isinstance(state, ShardedTensor | ShardedTensorFactory):
-        if isinstance(state.data, Parameter):
-            yield id(state.data), place
-    elif isinstance(state, Mapping):
-        for key, value in state.items():
-            yield from _parameter_places(value, (*place, key))
-    elif isinstance(state, list | tuple):
-        for index, value in enumerate(state):
-            yield from _parameter_places(value, (*place, index))
-
-
-def at_place(state: Any, place: Place) -> Any:
-    """What lies in nested dictionaries and lists where these keys lead."""
-    for key in place:
-        state = state[key]
-    return state
+def _parameter_places(state: Any) -> Iterator[tuple[int, Place]]:
+    for place, found in nested(state):
+        if isinstance(found, ShardedTensor | ShardedTensorFactory) and isinstance(found.data, Parameter):
+            yield id(found.data), place
 
 
 def _put(state: Any, place: Place, value: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_patches.cpu import cpu_megatron
 from megatron_patches.param_groups import GROUP_KEYS
-from megatron_patches.records import RECORD, find_records
+from megatron_patches.records import RECORD, at_place, find_records
 from megatron_patches.whole_files import require_whole
 from rankwise.checkpoint.memory_mapped import joined_stacks, mapped_like, mapped_tensors
 from rankwise.checkpoint.named_checkpoint import (
@@ -25,10 +25,11 @@ from rankwise.checkpoint.named_checkpoint import (
     NamedCheckpoint,
     NamedGroup,
     NamedParameter,
-    base_name,
     of_another,
 )
 from rankwise.layout.chunked_vectors import stored_tensors
+from rankwise.saving.state_takeover import listed
+from rankwise.states.matrix_states import base_name
 
 __all__ = ["is_megatron", "read_megatron", "write_megatron"]
 
@@ -70,7 +71,7 @@ def read_megatron(folder: Path, scratch: Path) -> NamedCheckpoint:
     Raises:
         ConversionError: None of our optimizers wrote it, or one before weights were noted by name.
         ValueError: A file is missing or cut off.
-        StorageError: A file cannot be read.
+        CheckpointError: A file cannot be read.
     """
     common, record = _opened(folder)
     stored = stored_tensors(folder)
@@ -178,7 +179,7 @@ def write_megatron(named: NamedCheckpoint, folder: Path, like: Path, scratch: Pa
 
     Raises:
         ConversionError: The two are not of one model and optimizer.
-        StorageError: ``like`` cannot be read.
+        CheckpointError: ``like`` cannot be read.
     """
     common, record = _opened(like)
     if record["identity"] != named.identity:
@@ -192,10 +193,7 @@ def write_megatron(named: NamedCheckpoint, folder: Path, like: Path, scratch: Pa
     record |= {"step": int(step), "extra": named.extra, "groups": _written_groups(named, record, like)}
     _count_on(common, int(step))
     place = next(place for place, _ in find_records(common))
-    holder = common
-    for key in place:
-        holder = holder[key]
-    holder[RECORD] = record
+    at_place(common, place)[RECORD] = record
     with _one_process():
         objects = {key: entry for key, entry in entries.items() if isinstance(entry, ShardedObject)}
         loaded = dist_checkpointing.load({"objects": dict(objects)}, str(like))["objects"] if objects else {}
@@ -239,9 +237,8 @@ def _compare(given: set[str], wanted: set[str], what: str) -> None:
     for problem, names in (("lacks", wanted - given), ("has, and the form to be written has not,", given - wanted)):
         if names:
             raise ConversionError(
-                f"what is to be converted {problem} the {what} {', '.join(sorted(names)[:3])}"
-                f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}: both must be of one model, whose weights "
-                "are divided into the same matrices (option 'blocks')"
+                f"what is to be converted {problem} the {what} {listed(sorted(names))}: both must be of one model, "
+                "whose weights are divided into the same matrices (option 'blocks')"
             )
 
 

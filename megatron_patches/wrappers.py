@@ -91,7 +91,7 @@ class Adoption:
         inner = wrapper.optimizer
         if not isinstance(inner, ShardedOptimizer):
             return
-        expert = any(is_expert(parameter) for parameter in inner.parameters_by_name.values())
+        expert = any(is_expert(parameter) for parameter in inner.table.parameters.values())
         inner.attach(MegatronLayout(wrapper, self.parameters, self.groups, self.scale, expert, layer_wise))
         inner.reports.announce = self._announce_once
         wrapper.holds_experts = expert
@@ -136,7 +136,7 @@ class Adoption:
         """Refuse patterns of options that match no parameter on any rank. A collective."""
         owner = next((inner.spec.name for inner in self._adopted), "the optimizer")
         names = [parameter.info.name for parameter in self.parameters.values()]
-        names += [name for inner in self._adopted for name in inner.parameters_by_name]
+        names += [name for inner in self._adopted for name in inner.table.parameters]
         for key in ("exclude", "blocks"):
             # Every rank asks about every option: it may have no optimizer of ours.
             patterns = {pattern for inner in self._adopted for pattern in inner.options.patterns.get(key, ())}

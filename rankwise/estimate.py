@@ -121,7 +121,7 @@ def estimate_units(optimizer: ShardedOptimizer, units: Sequence[StepUnit]) -> li
 def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstimate]) -> None:
     layout, costs, itemsize = unit.layout, optimizer.step_costs(unit), unit.dtype.itemsize
     borrowed = [0] * layout.world_size
-    for shares, count, kept in element_states(optimizer.table, unit):
+    for shares, count, kept in element_states(unit):
         for holder, held in shares.items():
             rank = ranks[holder]
             rank.elements += held * count
@@ -156,7 +156,7 @@ def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstima
         rank.scratch_bytes = max(rank.scratch_bytes, size + more)
     if layout.world_size == 1:
         return
-    _send(ranks, sums_volume(layout, layout.shapes if unit.sum_all else unit.keys("matrix"), costs.sums))
+    _send(ranks, sums_volume(layout, unit.summed, costs.sums))
     if unit.halo is not None:
         width, keys = unit.halo.width, unit.halo.keys
         _send(ranks, halo_volume(layout, keys, width, costs.halo_fields, itemsize, unit.halo.by_row))

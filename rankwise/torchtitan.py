@@ -173,7 +173,7 @@ def _built(container: OptimizersContainer, config: Any, model_parts: list[nn.Mod
     _originals["__init__"](container, config, model_parts=model_parts)
     for optimizer in _ours(container):
         if optimizer.needs_capture:
-            mine = next(iter(optimizer.parameters_by_name.values()))
+            mine = next(iter(optimizer.table.parameters.values()))
             optimizer.capture(next(part for part in model_parts if any(p is mine for p in part.parameters())))  # type: ignore[attr-defined]
         busy, names = found.get(optimizer.identity, (False, []))
         found[optimizer.identity] = (busy or not optimizer.table.is_idle, [*names, *optimizer.table.catalog])

@@ -6,12 +6,14 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
-from rankwise.kernels import native
+from rankwise.kernels import lists, native
+from rankwise.kernels.dispatch import using
 
 # Lets tests in sub-directories import the helpers that lie beside this file (golden_io).
 _TESTS_DIR = str(Path(__file__).resolve().parent)
@@ -46,6 +48,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and not native.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no compiler, or RANKWISE_NATIVE=0"))
+
+
+@pytest.fixture(params=["chosen", "lists"])
+def form(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Kernels of the machine's choice, and the plain lists."""
+    with using(lists) if request.param == "lists" else nullcontext():
+        yield request.param
 
 
 @pytest.fixture

@@ -370,7 +370,7 @@ class Framework(LayoutSource):
         for slices, numel in self._cut({name: value.numel() for name, value in named.items()}):
             tensor = torch.zeros(numel, dtype=dtype)
             for piece in slices:
-                values = run_of(named[piece.name].detach(), piece)
+                values = run_of(named[piece.key].detach(), piece)
                 tensor[piece.offset : piece.offset + piece.end - piece.start] = values
             tensor.requires_grad_()
             self._contents[id(tensor)] = TensorContents(0, slices)
@@ -393,7 +393,7 @@ class Framework(LayoutSource):
             tensor.grad = torch.zeros_like(tensor)
             for piece in slices:
                 place = slice(piece.offset, piece.offset + piece.end - piece.start)
-                tensor.grad[place] = run_of(grads[piece.name], piece)
+                tensor.grad[place] = run_of(grads[piece.key], piece)
         self.optimizer.step()
         for parameter in self.network.parameters():
             parameter.grad = None
@@ -406,8 +406,8 @@ class Framework(LayoutSource):
         for tensor, slices in self.shards:
             for piece in slices:
                 own = tensor.detach()[piece.offset : piece.offset + piece.end - piece.start]
-                error = float((own - run_of(expected[piece.name], piece)).abs().max().nan_to_num(nan=torch.inf))
-                found[piece.name] = max(found.get(piece.name, 0.0), error / change)
+                error = float((own - run_of(expected[piece.key], piece)).abs().max().nan_to_num(nan=torch.inf))
+                found[piece.key] = max(found.get(piece.key, 0.0), error / change)
         return found
 
     def _cut(self, sizes: Mapping[str, int]) -> list[tuple[tuple[Slice, ...], int]]:

@@ -30,6 +30,6 @@ def random_shards(shapes: Shapes, world: int, seed: int, replicated: bool = Fals
         for run in runs:
             for rank in range(world) if replicated else [rng.choice(holders)]:
                 used[rank] += rng.choice((0, 0, 3))  # padding
-                ranks[rank].append(Shard(key, shape, *run, tensor=0, offset=used[rank]))
+                ranks[rank].append(Shard(key, *run, used[rank], shape=shape, tensor=0))
                 used[rank] += run[1] - run[0]
     return tuple(map(tuple, ranks))

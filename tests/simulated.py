@@ -236,7 +236,7 @@ class Framework(LayoutSource):
             tensors = []
             for numel, slices in group_shards:
                 if layout == "replicated":
-                    tensor: Tensor = named[slices[0].name]
+                    tensor: Tensor = named[slices[0].key]
                 else:
                     tensor = self._filled(self._named, numel, slices).requires_grad_()
                 tensors.append(tensor)
@@ -291,7 +291,7 @@ class Framework(LayoutSource):
     def _filled(source: Named, numel: int, slices: tuple[Slice, ...]) -> Tensor:
         flat = next(iter(source.values())).new_zeros(numel)
         for piece in slices:
-            values = run_of(source[piece.name], piece)
+            values = run_of(source[piece.key], piece)
             flat[piece.offset : piece.offset + piece.end - piece.start] = values
         return flat
 
@@ -352,7 +352,7 @@ class Framework(LayoutSource):
         first, last = (bounds[share], bounds[share + 1]) if 0 <= share < parts else (0, 0)
         runs = _runs(names, sizes, first, last)
         return [
-            [(run.end - run.start, (Slice(run.name, run.start, run.end, 0),)) for run in runs if run.name in group]
+            [(run.end - run.start, (Slice(run.key, run.start, run.end, 0),)) for run in runs if run.key in group]
             for group in GROUPS
         ]
 

@@ -104,7 +104,7 @@ def test_pieces_hold_every_element_once(world: int) -> None:
         piece = FlatPiece(model, rank, world)
         assert piece.tensor.numel() == -(-25 // world)
         for part in piece.contents(piece.tensor).slices:
-            run = found[part.name][part.start : part.end]
+            run = found[part.key][part.start : part.end]
             assert run.isnan().all()
             run.copy_(piece.tensor[part.offset :][: part.end - part.start])
     for name, parameter in model.named_parameters():

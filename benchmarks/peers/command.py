@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.peers.results import Row, merge
-from benchmarks.peers.suites import run_suite
+from benchmarks.peers.suites import Run, run_suite
 
 __all__ = ["WRONG", "run", "torch_rows"]
 
@@ -44,25 +44,12 @@ def torch_rows(types: Sequence[str] = (), checks: Sequence[str] = ()) -> Iterato
                 yield {**row, "outcome": outcome, "placed": True, "message": " ".join(text.split())[:300]}
 
 
-def run(
-    suites: Sequence[tuple[str, Path | None]],
-    results: Path,
-    types: Sequence[str],
-    most: int,
-    limit: float,
-    only: str,
-    again: bool,
-) -> Iterator[Row]:
+def run(suites: Sequence[tuple[str, Path | None]], asked: Run) -> Iterator[Row]:
     """Run suites, and keep what came.
 
     Args:
         suites: Name and checkout of each; torch has none.
-        results: File of the rows.
-        types: Of ours.
-        most: Cases of a test function.
-        limit: Seconds that a case may take.
-        only: Cases with this in their names.
-        again: Run what is known, too.
+        asked: What is asked of them.
 
     Yields:
         The rows as they come.
@@ -70,7 +57,7 @@ def run(
     for suite, checkout in suites:
         if checkout is None:
             rows = list(torch_rows())
-            merge(results, rows)
+            merge(asked.results, rows)
             yield from rows
         else:
-            yield from run_suite(suite, checkout, results, types, most, limit, only, again)
+            yield from run_suite(suite, checkout, asked)

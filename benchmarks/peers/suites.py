@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from benchmarks.peers.deepspeed_hook import CONTROL, TYPE
 from benchmarks.peers.results import Row, merge, read
 from benchmarks.peers.runner import Suite, collected, outcomes, spread
 
-__all__ = ["deepspeed_suite", "run_suite"]
+__all__ = ["Run", "run_suite"]
 
 _CHUNK = 72
 """Cases of one type in a row; then comes the next type, so that a run that is ended has something of each."""
@@ -69,40 +70,54 @@ def megatron_suite(checkout: Path, name: str, limit: float, ranks: int = 1) -> S
 _SUITES: Mapping[str, Callable[[Path, str, float], Suite]] = {"deepspeed": deepspeed_suite, "megatron": megatron_suite}
 
 
-def run_suite(
-    name: str, checkout: Path, results: Path, types: Sequence[str], most: int, limit: float, only: str, again: bool
-) -> Iterator[Row]:
-    """Run what is not known yet: the control first, then our types where it was put in place and passed.
+@dataclass(frozen=True)
+class Run:
+    """What is asked of the suites.
 
-    Args:
-        name: "deepspeed" or "megatron".
-        checkout: Of the tests.
+    Attributes:
         results: File of the rows, to which is added.
         types: Of ours.
         most: Cases of a test function.
         limit: Seconds that a case may take.
         only: Cases with this in their names.
-        again: Run what is known, too.
+        again: Whether what is known is run, too.
+    """
+
+    results: Path
+    types: Sequence[str]
+    most: int
+    limit: float
+    only: str
+    again: bool
+
+
+def run_suite(name: str, checkout: Path, asked: Run) -> Iterator[Row]:
+    """Run what is not known yet: the control first, then our types where it was put in place and passed.
+
+    Args:
+        name: "deepspeed" or "megatron".
+        checkout: Of the tests.
+        asked: What is asked.
 
     Yields:
         The rows as they come.
     """
-    suites = {each: _SUITES[name](checkout, each, limit) for each in (CONTROL, *types)}
+    suites = {each: _SUITES[name](checkout, each, asked.limit) for each in (CONTROL, *asked.types)}
     tests = _version_of(name, checkout)
     # A checkout of Megatron has the core that its tests import; DeepSpeed's tests import the installed package.
     common: dict[str, Any] = {"suite": name, "tests": tests, "against": version(name) if name == "deepspeed" else tests}
-    everything = _by_turns(spread(collected(suites[CONTROL]), most))
+    everything = _by_turns(spread(collected(suites[CONTROL]), asked.most))
     common["of"] = len(everything)
-    chosen = [case for case in everything if only in case]
+    chosen = [case for case in everything if asked.only in case]
     for start in range(0, len(chosen), _CHUNK):
         for each, suite in suites.items():
-            rows = {(row["type"], row["case"]): row for row in read(results) if row["suite"] == name}
-            pending = [case for case in chosen[start : start + _CHUNK] if again or (each, case) not in rows]
+            rows = {(row["type"], row["case"]): row for row in read(asked.results) if row["suite"] == name}
+            pending = [case for case in chosen[start : start + _CHUNK] if asked.again or (each, case) not in rows]
             if each != CONTROL:
                 pending = [case for case in pending if _worth(rows.get((CONTROL, case)))]
             for outcome in outcomes(suite, pending):
                 row = {**common, "type": each, **outcome}
-                merge(results, [row])
+                merge(asked.results, [row])
                 yield row
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from deepspeed_plugin.checkpoints.converting import convert
-from deepspeed_plugin.checkpoints.errors import CheckpointError
 from deepspeed_plugin.checkpoints.loading import load_checkpoint
 from deepspeed_plugin.checkpoints.saving import save_checkpoint
+from rankwise.layout.chunked_vectors import CheckpointError
 
 __all__ = ["CheckpointError", "convert", "load_checkpoint", "save_checkpoint"]

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_plugin.checkpoints.errors import CheckpointError
 from deepspeed_plugin.checkpoints.files import SavedCheckpoint
 from deepspeed_plugin.layouts import GroupedShapes
+from rankwise.layout.chunked_vectors import CheckpointError
 from rankwise.saving.adamw_states import moment_names, moments_of
 
 __all__ = ["in_our_form"]

@@ -14,13 +14,12 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.constants import PARAM
 from torch import Tensor
 
-from deepspeed_plugin.checkpoints.errors import CheckpointError, own_error
+from deepspeed_plugin.checkpoints.by_name import vectors_of
 from deepspeed_plugin.checkpoints.files import SavedCheckpoint
-from deepspeed_plugin.checkpoints.other_layouts import vectors_of
 from deepspeed_plugin.checkpoints.reading import read, require_intact
 from deepspeed_plugin.checkpoints.universal import COMMON, FOLDER, PARAMETERS
 from rankwise.checkpoint.named_vectors import Vectors
-from rankwise.layout.chunked_vectors import save_vectors
+from rankwise.layout.chunked_vectors import CheckpointError, save_vectors
 
 __all__ = ["convert"]
 
@@ -71,8 +70,7 @@ def convert(source: str | Path, target: str | Path, workers: int = 2) -> None:
     vectors = vectors_of(saved, range(len(saved.zero_files)))
     if (saved.config.get("zero_optimization") or {}).get("round_robin_gradients"):
         _correct_weights(vectors, target / "zero")
-    with own_error():
-        save_vectors(vectors, target / FOLDER, None)
+    save_vectors(vectors, target / FOLDER, None)
     common = {key: value for key, value in saved.common.items() if key not in _LAYOUT_KEYS}
     note = {"save": saved.record.get("save"), PARAMETERS: _shapes_by_group(saved)}
     torch.save({**common, **note}, target / FOLDER / COMMON)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from deepspeed_plugin.checkpoints.errors import CheckpointError
 from deepspeed_plugin.checkpoints.load_plan import Order, Saved
 from deepspeed_plugin.checkpoints.reading import read
-from deepspeed_plugin.checkpoints.zero_file_form import from_stock
-from rankwise.layout.chunked_vectors import NamedVectors
+from rankwise.layout.chunked_vectors import CheckpointError, NamedVectors
 from rankwise.saving.adamw_states import moment_names, moments_of
+from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = [
     "ASIDE",
@@ -26,9 +27,9 @@ __all__ = [
     "CheckpointFolder",
     "NamedStates",
     "SavedCheckpoint",
-    "cut_of",
     "newest_model_file",
     "tag_in",
+    "zero_form",
 ]
 
 RECORD = "rankwise"
@@ -172,7 +173,8 @@ class SavedCheckpoint(CheckpointFolder):
             stages=int(self.content.get("mp_world_size", 1)),
             tensor=int((self.config.get("tensor_parallel") or {}).get("autotp_size") or 1),
             partitioned=self.partitioned_weights,
-            cut=cut_of(self.config, self._sub_groups if states and self.author is not None else ()),
+            config=self.config,
+            sub_groups=self._sub_groups if states and self.author is not None else (),
             groups=len(self.common["param_groups"]) if states and self.author is not None else 0,
             moments=states and self.author is None and self.has_moments,
             order=self._order if states and self.author is None and self.has_moments else None,
@@ -231,8 +233,8 @@ class SavedCheckpoint(CheckpointFolder):
             return self._unpartitioned()
         content = self._wrapper_state(rank)
         if "fp32_flat_groups" in content:
-            return from_stock(content["optimizer_state_dict"]), list(content["fp32_flat_groups"])
-        return from_stock(content["base_optimizer_state"]), list(content["single_partition_of_fp32_groups"])
+            return _from_stock(content["optimizer_state_dict"]), list(content["fp32_flat_groups"])
+        return _from_stock(content["base_optimizer_state"]), list(content["single_partition_of_fp32_groups"])
 
     def _unpartitioned(self) -> tuple[dict[str, Any], list[Tensor]]:
         saved = self.content["optimizer"]
@@ -324,23 +326,6 @@ class SavedCheckpoint(CheckpointFolder):
         return _config(self.content)
 
 
-def cut_of(config: Mapping[str, Any], sub_groups: tuple[int, ...]) -> tuple[Any, ...]:
-    """What decides, besides stage and ranks, what lies where in ZeRO's files, its type, their names.
-
-    Args:
-        config: The engine's configuration.
-        sub_groups: At ZeRO-3, the first rank's elements of each sub-group: they depend on more than their setting.
-    """
-    block = config.get("zero_optimization") or {}
-    sizes = ("round_robin_gradients", "parameter_alignment", "sub_group_size")
-    types = [(config.get(key) or {}).get("enabled") or False for key in ("bf16", "bfloat16", "fp16")]
-    narrow = [
-        bool((config.get(key) or {}).get(f"{name}_master_weights_and_grads"))
-        for key, name in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"))
-    ]
-    return (*(block.get(key) for key in sizes), *types, *narrow, config.get("data_types"), sub_groups)
-
-
 def _shard_names(content: Mapping[str, Any]) -> list[str]:
     """The model files of AutoTP's ranks; pipelines keep their layers elsewhere."""
     ways = int((_config(content).get("tensor_parallel") or {}).get("autotp_size") or 1)
@@ -364,3 +349,57 @@ def _enabled(config: Mapping[str, Any], key: str) -> bool:
 def _stage(config: Mapping[str, Any]) -> int:
     block = config.get("zero_optimization")
     return int(block.get("stage", 0)) if isinstance(block, Mapping) else 0
+
+
+# --- the form in which our states lie in ZeRO's files ----------------------------------------------------------------
+
+# ``deepspeed.checkpoint.ds_to_universal`` expects Adam's two moments, laid out as the flat partition, and ``step`` for
+# every flat tensor, and hands them and the hyper-parameters to whatever optimizer loads the result. Ours are neither
+# two nor laid out so, hence they lie beside, and in their place stand moments of zero that take no room in the file and
+# a step of zero: for Adam, a fresh start.
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_STATES, _GROUPS = "element_states", "hyperparameters"
+
+
+def _nothing() -> torch.Tensor:
+    return torch.zeros((), dtype=torch.float32, device="cpu")
+
+
+def _from_stock(state_dict: Any) -> Any:
+    """Take the true states and hyper-parameters from beside the stand-ins; what has none is returned as it is."""
+    if not isinstance(state_dict, Mapping) or _STATES not in state_dict:
+        return state_dict
+    found = dict(state_dict)
+    found["state"], found["param_groups"] = found.pop(_STATES), found.pop(_GROUPS)
+    return found
+
+
+@contextmanager
+def zero_form(engine: DeepSpeedEngine) -> Iterator[None]:
+    """While this lasts the optimizer's dictionaries are written, and read, with stand-ins where the converter looks.
+
+    Stage 0, which DeepSpeed cannot convert, has none.
+    """
+    optimizer = engine.basic_optimizer
+    if not (isinstance(optimizer, ShardedOptimizer) and engine.zero_optimization()):
+        yield
+        return
+    write, load = optimizer.state_dict, optimizer.load_state_dict
+
+    def state_dict() -> dict[str, Any]:
+        own = write()
+        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        stand_ins = {
+            index: {"step": _nothing(), **{name: _nothing().expand(tensor.numel()) for name in _MOMENTS}}
+            for index, tensor in enumerate(tensors)
+        }
+        groups = [{"params": group["params"]} for group in own["param_groups"]]
+        beside = {_STATES: own["state"], _GROUPS: own["param_groups"]}
+        return {**own, **beside, "state": stand_ins, "param_groups": groups}
+
+    optimizer.state_dict = state_dict  # type: ignore[method-assign]
+    optimizer.load_state_dict = lambda state_dict: load(_from_stock(state_dict))  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del optimizer.state_dict, optimizer.load_state_dict

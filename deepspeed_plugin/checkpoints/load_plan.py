@@ -2,33 +2,22 @@
 
 Nothing here reads a file, asks an engine or talks to other ranks. :mod:`deepspeed_plugin.checkpoints.files` and
 :mod:`deepspeed_plugin.checkpoints.universal` say what is known of a checkpoint,
-:mod:`deepspeed_plugin.checkpoints.finding` of this run; :mod:`deepspeed_plugin.checkpoints.loading` does what was
-decided.
+:mod:`deepspeed_plugin.checkpoints.loading` of this run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from enum import Enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from deepspeed_plugin.checkpoints.errors import CheckpointError
+from rankwise.layout.chunked_vectors import CheckpointError
 
-__all__ = ["Order", "Plan", "Present", "Saved", "Universal", "Wanted", "Way", "decide"]
+__all__ = ["Order", "Plan", "Present", "Saved", "Universal", "Wanted", "decide"]
 
 
 Order = tuple[tuple[str, ...], tuple[int, ...]]
 """Names in the model, and the number of parameters in each param group."""
-
-
-class Way(Enum):
-    """Who loads, and from what."""
-
-    DEEPSPEED = "DeepSpeed, by position in the ranks' files"
-    MOVE = "we, by name, from the files of the ranks that wrote it"
-    UNIVERSAL_STATES = "we, by name, from a universal checkpoint with our states"
-    UNIVERSAL_WEIGHTS = "we, from a universal checkpoint's weights"
 
 
 @dataclass(frozen=True)
@@ -73,7 +62,8 @@ class Saved:
         stages: Pipeline stages that wrote it, or tensor-parallel ranks.
         tensor: Ranks that AutoTP had cut every weight over.
         partitioned: Whether no rank had whole weights, as at ZeRO-3.
-        cut: Settings on which it depends, besides stage and ranks, what lies where in its files.
+        config: Configuration of the engine that wrote it.
+        sub_groups: At ZeRO-3, the first rank's elements of each sub-group: they depend on more than their setting.
         groups: Number of param groups of ours.
         moments: Whether another optimizer has left AdamW's moments or Muon's, and where those of each parameter are.
         order: What they are told apart by where there are no names.
@@ -87,7 +77,8 @@ class Saved:
     stages: int = 1
     tensor: int = 1
     partitioned: bool = False
-    cut: tuple[Any, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    sub_groups: tuple[int, ...] = ()
     groups: int = 0
     moments: bool = False
     order: Order | None = None
@@ -123,14 +114,15 @@ class Present:
     Attributes:
         identity: Identity of our optimizer; None for anybody else's.
         optimizer: Its name for messages.
-        stage: As of :class:`Saved`, like the next two, ``partitioned``, ``cut`` and ``groups``.
+        stage: As of :class:`Saved`, like the next two, ``partitioned``, ``sub_groups`` and ``groups``.
         ranks: None where no wrapper partitions anything.
         stages: Stages of the pipeline, or tensor-parallel ranks.
         tensor: Ranks that AutoTP cuts every weight over.
         pipeline: Whether the model is one, of one stage perhaps.
         experts: Whether it has expert layers.
         partitioned: Whether no rank has whole weights.
-        cut: Cut of this run's configuration.
+        config: Configuration of this run's engine.
+        sub_groups: Of this run's engine.
         groups: Groups of this run's optimizer.
         frozen: The first parameter that is not trained.
         alone: Whether the data-parallel ranks are all ranks.
@@ -147,7 +139,8 @@ class Present:
     pipeline: bool = False
     experts: bool = False
     partitioned: bool = False
-    cut: tuple[Any, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    sub_groups: tuple[int, ...] = ()
     groups: int = 0
     frozen: str | None = None
     alone: bool = True
@@ -165,7 +158,7 @@ class Plan:
     """What is to be done.
 
     Attributes:
-        way: Who loads.
+        by_name: Whether we load, by name; else DeepSpeed does, by position in the ranks' files.
         wanted: What is to be loaded: what was asked for, without states that are of no use here.
         note: What rank 0 says before.
         judge: Whether every rank's optimizer judges its file before any rank takes its own.
@@ -173,7 +166,7 @@ class Plan:
         inherit: Whether moments of AdamW or Muon are taken over in place of states of ours.
     """
 
-    way: Way
+    by_name: bool
     wanted: Wanted
     note: str | None = None
     judge: bool = False
@@ -193,13 +186,13 @@ def decide(saved: Saved | Universal | None, present: Present, wanted: Wanted) ->
         CheckpointError: It cannot be continued as asked; with what to do instead.
     """
     if saved is None:
-        return Plan(Way.DEEPSPEED, wanted)
+        return Plan(False, wanted)
     if isinstance(saved, Universal):
         return _of_universal(saved, present, wanted)
     _refuse_other_shards(saved, present)
     fresh = wanted.states and saved.author != present.identity
     if fresh and _inherits(saved, present, wanted):
-        return Plan(Way.MOVE, wanted, inherit=True)
+        return Plan(True, wanted, inherit=True)
     by_name = present.identity is not None and saved.author is not None and _moves(saved, present, wanted, fresh)
     in_place = by_name and (fresh or not wanted.states) and _is_for_deepspeed_alone(saved, present)
     chosen = replace(wanted, load_optimizer_states=False) if fresh or in_place else wanted
@@ -211,18 +204,18 @@ def decide(saved: Saved | Universal | None, present: Present, wanted: Wanted) ->
             _refuse_moved_experts(saved, present)
     if by_name and not present.is_divided:
         _refuse_unmovable(saved, present, chosen)
-        return Plan(Way.MOVE, chosen, note)
+        return Plan(True, chosen, note)
     if fresh:
         _refuse_wrong_weights(saved, present)
-        return Plan(Way.DEEPSPEED, chosen, note, refresh=present.copies)
+        return Plan(False, chosen, note, refresh=present.copies)
     judge = present.identity is not None and wanted.states and saved.ranks is not None and present.alone
-    return Plan(Way.DEEPSPEED, chosen, judge=judge)
+    return Plan(False, chosen, judge=judge)
 
 
 def _of_universal(saved: Universal, present: Present, wanted: Wanted) -> Plan:
     if present.identity is None:
         note = _fresh_note(f"the universal checkpoint in {saved.name}", saved.author, present)
-        return Plan(Way.DEEPSPEED, wanted, note if saved.author is not None and wanted.states else None)
+        return Plan(False, wanted, note if saved.author is not None and wanted.states else None)
     if present.is_divided:
         raise CheckpointError(
             "universal checkpoints of pipelines, of AutoTP and of expert layers cannot be loaded with a rankwise "
@@ -231,12 +224,9 @@ def _of_universal(saved: Universal, present: Present, wanted: Wanted) -> Plan:
     own = wanted.states and saved.author == present.identity
     with_states = own and (saved.holds_states or saved.has_source)
     _refuse_unmovable(saved, present, wanted if with_states else replace(wanted, load_optimizer_states=False))
-    if own and saved.holds_states:
-        return Plan(Way.UNIVERSAL_STATES, wanted)
-    if own and saved.has_source:
-        note = f"rankwise: {saved.name} holds weights; states are read from {saved.source}."
-        return Plan(Way.MOVE, wanted, note)
-    return Plan(Way.UNIVERSAL_WEIGHTS, wanted, _why_fresh(saved, present) if wanted.states else None)
+    if with_states and not saved.holds_states:
+        return Plan(True, wanted, f"rankwise: {saved.name} holds weights; states are read from {saved.source}.")
+    return Plan(True, wanted, _why_fresh(saved, present) if wanted.states and not with_states else None)
 
 
 def _moves(saved: Saved, present: Present, wanted: Wanted, fresh: bool) -> bool:
@@ -246,7 +236,21 @@ def _moves(saved: Saved, present: Present, wanted: Wanted, fresh: bool) -> bool:
     if not wanted.states:
         # Without optimizer states DeepSpeed takes another tag's weights at ZeRO-3, or none.
         return saved.partitioned or present.partitioned
-    return (saved.ranks, saved.stage, saved.cut) != (present.ranks, present.stage, present.cut)
+    return _cut(saved) != _cut(present)
+
+
+def _cut(known: Saved | Present) -> tuple[Any, ...]:
+    """What decides what lies where in ZeRO's files, its type, their names."""
+    config = known.config
+    block = config.get("zero_optimization") or {}
+    sizes = ("round_robin_gradients", "parameter_alignment", "sub_group_size")
+    types = [(config.get(key) or {}).get("enabled") or False for key in ("bf16", "bfloat16", "fp16")]
+    narrow = [
+        bool((config.get(key) or {}).get(f"{name}_master_weights_and_grads"))
+        for key, name in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"))
+    ]
+    settings = (*(block.get(key) for key in sizes), *types, *narrow, config.get("data_types"))
+    return known.ranks, known.stage, settings, known.sub_groups
 
 
 def _inherits(saved: Saved, present: Present, wanted: Wanted) -> bool:

@@ -1,44 +1,35 @@
-"""``load_checkpoint``: find the checkpoint, decide, and do what was decided, one step after the other.
+"""``load_checkpoint`` from top to bottom: what is known of the run and of the checkpoint, what to do, and doing it.
 
-DeepSpeed itself loads a checkpoint of the same layout, ours included.
+DeepSpeed itself loads a checkpoint of the same layout, ours included; :mod:`deepspeed_plugin.checkpoints.by_name` all
+others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import Tensor
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
-from deepspeed_plugin.checkpoints.errors import CheckpointError, own_error, read_together
-from deepspeed_plugin.checkpoints.files import RECORD, NamedStates, SavedCheckpoint
-from deepspeed_plugin.checkpoints.finding import Checkpoint, find, present_of
-from deepspeed_plugin.checkpoints.load_plan import Plan, Wanted, Way, decide
-from deepspeed_plugin.checkpoints.other_layouts import fill, laid_down
-from deepspeed_plugin.checkpoints.universal import UniversalCheckpoint, UniversalWeights
-from deepspeed_plugin.checkpoints.zero_file_form import zero_form
-from rankwise.states.param_remainders import forget_remainders
+from deepspeed_plugin.auto_tp import tensor_ranks
+from deepspeed_plugin.checkpoints.by_name import Checkpoint, load_by_name, without_record
+from deepspeed_plugin.checkpoints.files import SavedCheckpoint, tag_in, zero_form
+from deepspeed_plugin.checkpoints.load_plan import Order, Plan, Present, Wanted, decide
+from deepspeed_plugin.checkpoints.reading import read_together, require_intact
+from deepspeed_plugin.checkpoints.universal import UniversalCheckpoint
+from deepspeed_plugin.layouts import DeepSpeedLayout
+from deepspeed_plugin.pipeline import is_pipeline
+from rankwise.layout.chunked_vectors import CheckpointError
+from rankwise.states.param_remainders import REMAINDER
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.step.reports import print_on_first_rank
 
-__all__ = ["client_state_of", "load_checkpoint", "restore_engine"]
+__all__ = ["load_checkpoint"]
 
 _Original = Callable[..., tuple[str | None, Any]]
-
-# What DeepSpeed keeps of a model file when it hands out the client state.
-_NOT_CLIENT_STATE = (
-    "module",
-    "skipped_steps",
-    "global_steps",
-    "dp_world_size",
-    "mp_world_size",
-    "data_sampler",
-    "random_ltd",
-)
 
 
 def load_checkpoint(
@@ -56,186 +47,138 @@ def load_checkpoint(
     Raises:
         CheckpointError: A move that is not supported, with what to do instead, or a damaged checkpoint.
     """
-    found, plan = _decided(engine, load_dir, tag, Wanted(**options))
-    if plan.note is not None:
-        print_on_first_rank(plan.note)
-    if plan.way is Way.DEEPSPEED or found is None:
-        return _by_deepspeed(original, engine, load_dir, tag, found, plan)
-    return _by_name(engine, found, plan)
+    wanted, present = Wanted(**options), _present_of(engine)
 
-
-def _decided(engine: DeepSpeedEngine, load_dir: str, tag: str | None, wanted: Wanted) -> tuple[Checkpoint | None, Plan]:
-    """The checkpoint, and what is to be done; with an optimizer of ours the ranks agree before anything changes."""
-    present = present_of(engine)
-
-    def look() -> tuple[Checkpoint | None, Plan]:
-        found, known = find(engine, load_dir, tag, wanted.states, present)
-        plan = decide(known, present, wanted)
+    def judged() -> tuple[Checkpoint | None, Plan]:
+        found = _find(engine, load_dir, tag, wanted.states, present)
+        plan = decide(None if found is None else found.known(wanted.states), present, wanted)
         if plan.judge and isinstance(found, SavedCheckpoint):
             own = dist.get_rank(engine.seq_data_parallel_group)
             engine.basic_optimizer.saved.fit.refuse_foreign(found.optimizer(own)[0])
         return found, plan
 
-    return look() if present.identity is None else read_together(dist.group.WORLD, look)
+    # With an optimizer of ours the ranks agree before anything changes.
+    found, plan = judged() if present.identity is None else read_together(judged)
+    if plan.note is not None:
+        print_on_first_rank(plan.note)
+    if found is not None and plan.by_name:
+        return load_by_name(engine, found, plan)
+    return _load_by_deepspeed(original, engine, load_dir, tag, plan)
 
 
-def _by_deepspeed(
-    original: _Original,
-    engine: DeepSpeedEngine,
-    load_dir: str,
-    tag: str | None,
-    found: Checkpoint | None,
-    plan: Plan,
+# --- what is known of the run ----------------------------------------------------------------------------------------
+
+
+def _present_of(engine: DeepSpeedEngine) -> Present:
+    optimizer = engine.basic_optimizer
+    identity = optimizer.identity if isinstance(optimizer, ShardedOptimizer) else None
+    partitions = engine.optimizer is not optimizer and engine.zero_optimization()
+    ranks: int = dist.get_world_size(engine.seq_data_parallel_group)
+    frozen = (name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad)
+    return Present(
+        identity=identity,
+        optimizer=identity or type(optimizer).__name__,
+        stage=int(engine.zero_optimization_stage()) if partitions else 0,
+        ranks=ranks if partitions else None,
+        stages=int(engine.mp_world_size),
+        tensor=tensor_ranks(engine),
+        pipeline=is_pipeline(engine),
+        experts=bool(engine.has_moe_layers),
+        partitioned=bool(engine.zero_optimization_partition_weights()),
+        config=engine.config,
+        sub_groups=_sub_groups_of(engine) if identity is not None else (),
+        groups=len(optimizer.param_groups) if identity is not None else 0,
+        frozen=next(frozen, None),
+        alone=ranks == dist.get_world_size(),
+        copies=isinstance(engine.optimizer, FP16_UnfusedOptimizer),
+        order=_order_of(engine),
+    )
+
+
+def _sub_groups_of(engine: DeepSpeedEngine) -> tuple[int, ...]:
+    """Elements of the first rank's sub-groups, on every rank: of uneven tensor-parallel shards others have others."""
+    found = [tuple(getattr(engine.optimizer, "fp16_partitioned_groups_flat_numel", ()))]
+    if found[0]:
+        dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def _order_of(engine: DeepSpeedEngine) -> Order | None:
+    layout = getattr(engine.basic_optimizer, "layout_source", None)
+    groups = layout.order() if isinstance(layout, DeepSpeedLayout) else None
+    return None if groups is None else (tuple(engine.module.state_dict()), tuple(map(len, groups)))
+
+
+# --- which checkpoint is meant, and whether its files hold what was written ------------------------------------------
+
+
+def _find(engine: DeepSpeedEngine, load_dir: str, tag: str | None, states: bool, present: Present) -> Checkpoint | None:
+    """The checkpoint, complete if its ``states`` are wanted; None where DeepSpeed is to say what it makes of it.
+
+    Raises:
+        CheckpointError: Where the optimizer is ours: there is none, or what this rank looks at of it is damaged.
+    """
+    if engine.load_universal_checkpoint():
+        if present.identity is None:
+            return UniversalCheckpoint.of_anybody(load_dir, tag)
+        universal = UniversalCheckpoint.find(load_dir, tag, states, present.identity)
+        _require_intact(universal.files)
+        return universal
+    try:
+        saved = SavedCheckpoint.find(load_dir, tag)
+    except CheckpointError:
+        if present.identity is not None:
+            raise
+        saved = None
+    if saved is None and present.identity is not None:
+        _refuse_absent(Path(load_dir), tag)
+    if saved is None or (present.identity is None and not saved.record):
+        return None
+    if states or saved.partitioned_weights or present.partitioned:
+        saved.require_complete()
+    if present.identity is not None:
+        if states and saved.author is not None and saved.zero_files:
+            saved.optimizer(dist.get_rank() % len(saved.zero_files))  # cut off or damaged files end here
+        _require_intact(saved.files(states))
+    return saved
+
+
+def _require_intact(files: Sequence[Path]) -> None:
+    """All of them before anything changes, each by one rank."""
+    for path in files[dist.get_rank() :: dist.get_world_size()]:
+        require_intact(path)
+
+
+def _refuse_absent(load_dir: Path, tag: str | None) -> None:
+    """Refuse a name without a checkpoint; a folder in which nothing was ever saved is DeepSpeed's to report."""
+    name = tag_in(load_dir) if tag is None else str(tag)
+    if name is None:
+        return
+    found = sorted(path.parent.name for path in load_dir.glob("*/mp_rank_00_model_states.pt"))
+    found += [path.parent.name for path in load_dir.glob("*/zero_pp_rank_0_mp_rank_00_model_states.pt")]
+    where = f"tag={name!r}" if tag is not None else f"{load_dir / 'latest'} names {name!r}, which"
+    if not name:
+        where = f"{load_dir / 'latest'} is empty, which"
+    held = f"it holds {', '.join(found[-5:])}" if found else "it holds no checkpoint"
+    raise CheckpointError(
+        f"{where} is invalid: it must be a checkpoint's folder in {load_dir} ({held}); pass the tag of one, or write "
+        "it into 'latest'."
+    )
+
+
+# --- DeepSpeed loads -------------------------------------------------------------------------------------------------
+
+
+def _load_by_deepspeed(
+    original: _Original, engine: DeepSpeedEngine, load_dir: str, tag: str | None, plan: Plan
 ) -> tuple[str | None, Any]:
     with zero_form(engine):
         path, client_state = original(engine, load_dir, tag=tag, **vars(plan.wanted))
     if isinstance(engine.basic_optimizer, ShardedOptimizer) and not plan.wanted.states:
-        forget_remainders(engine.basic_optimizer.state.values())
+        for state in engine.basic_optimizer.state.values():
+            if REMAINDER in state:
+                state[REMAINDER].zero_()  # of the weights that were replaced
     if plan.refresh:
         # DeepSpeed copies the loaded weights to this wrapper's fp32 masters only when nothing else is loaded.
         engine.optimizer.refresh_fp32_params()
-    return path, client_state if path is None else _without_record(client_state)
-
-
-def _by_name(engine: DeepSpeedEngine, found: Checkpoint, plan: Plan) -> tuple[str, dict[str, Any]]:
-    """Collective: weights and states from where they lie by name, then what else the model file holds."""
-    wanted = plan.wanted
-    if wanted.strict:
-        _refuse_other_model(engine, found.content)
-    with own_error(), _named_states(engine, found, plan.way, wanted.states) as named:
-        _restore_module(engine, found.content, wanted)
-        fill(engine, named, wanted.strict)
-    scaler = found.scaler_state() if wanted.states else {}
-    return str(found.model_file), restore_engine(engine, found.content, scaler, wanted)
-
-
-@contextmanager
-def _named_states(engine: DeepSpeedEngine, found: Checkpoint, way: Way, states: bool) -> Iterator[NamedStates]:
-    """Weights and states by name."""
-    if isinstance(found, UniversalCheckpoint) and way is not Way.MOVE:
-        yield found.states if found.states is not None else NamedStates(UniversalWeights(found))
-        return
-    saved = found.source if isinstance(found, UniversalCheckpoint) else found
-    assert saved is not None
-    with laid_down(engine, saved, states) as named:
-        yield named
-
-
-# --- what a checkpoint holds beside trained weights and optimizer states ---------------------------------------------
-
-
-def client_state_of(content: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
-    """What DeepSpeed would return of a model file."""
-    dropped = {"module"} if wanted.load_module_only else set(_NOT_CLIENT_STATE)
-    dropped |= {"lr_scheduler"} if wanted.load_lr_scheduler_states else set()
-    dropped |= {"optimizer"} if wanted.load_optimizer_states else set()
-    return _without_record({key: value for key, value in content.items() if key not in dropped})
-
-
-def _without_record(client_state: Mapping[str, Any]) -> dict[str, Any]:
-    """Client state as the user gave it, without what was added on saving."""
-    ours = client_state.get(RECORD) or {}
-    added = {RECORD, UNIVERSAL_CHECKPOINT_INFO} if ours.get("added_info") else {RECORD}
-    return {key: value for key, value in client_state.items() if key not in added}
-
-
-def _refuse_other_model(engine: DeepSpeedEngine, content: Mapping[str, Any]) -> None:
-    """Refuse a model of other names.
-
-    Args:
-        engine: The engine that loads.
-        content: The model file's.
-
-    Raises:
-        CheckpointError: Names what either lacks.
-    """
-    names, saved = set(engine.module.state_dict()), set(content["module"])
-    problems = [
-        f"{text} {sorted(which)[:3]}"
-        for text, which in (("it lacks", names - saved), ("the model lacks", saved - names))
-        if which
-    ]
-    if problems:
-        raise CheckpointError(
-            f"the checkpoint is of another model: {'; '.join(problems)}; pass load_module_strict=False to load "
-            "what fits."
-        )
-
-
-def _restore_module(engine: DeepSpeedEngine, content: Mapping[str, Any], wanted: Wanted) -> None:
-    """Buffers and untrained weights, or whatever the user's own function loads; before the trained weights."""
-    if wanted.custom_load_fn is not None:
-        wanted.custom_load_fn(src=content["module"], dst=engine.module)
-        _refresh_full_precision(engine)
-    else:
-        _load_untrained(engine, content)
-
-
-def restore_engine(
-    engine: DeepSpeedEngine, content: Mapping[str, Any], scaler: Mapping[str, Any], wanted: Wanted
-) -> dict[str, Any]:
-    """Counters, schedulers and samplers, unless only the module is wanted, and the loss scale.
-
-    Args:
-        engine: The engine that loads.
-        content: The model file's.
-        scaler: What ZeRO's wrapper saved; empty if it was not scaling, or is not wanted.
-        wanted: The arguments of the call.
-
-    Returns:
-        The client state.
-    """
-    if not wanted.load_module_only:
-        _restore_counters(engine, content, wanted)
-    _restore_scaler(engine, scaler)
-    return client_state_of(content, wanted)
-
-
-def _restore_counters(engine: DeepSpeedEngine, content: Mapping[str, Any], wanted: Wanted) -> None:
-    engine.global_steps = content["global_steps"]
-    engine.global_samples = content.get("global_samples", engine.global_steps * engine.train_batch_size())
-    engine.skipped_steps = content["skipped_steps"]
-    engine.loaded_checkpoint_dp_world_size = content["dp_world_size"]
-    engine.loaded_checkpoint_mp_world_size = content["mp_world_size"]
-    saved = content.get("lr_scheduler")
-    if wanted.load_lr_scheduler_states and engine.lr_scheduler is not None and saved is not None:
-        engine.lr_scheduler.load_state_dict(saved)
-    saved = content.get("random_ltd")
-    if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None and saved is not None:
-        engine.random_ltd_scheduler.load_state_dict(saved)
-    saved = content.get("data_sampler")
-    if engine.training_dataloader is not None and engine.curriculum_learning_enabled() and saved is not None:
-        engine.training_dataloader.data_sampler.load_state_dict(saved)
-
-
-def _load_untrained(engine: DeepSpeedEngine, content: Mapping[str, Any]) -> None:
-    buffers = set(content.get("buffer_names") or ())
-    parameters = engine.module.named_parameters(remove_duplicate=False)
-    trained = {name for name, parameter in parameters if parameter.requires_grad}
-    kept = {
-        name: value
-        for name, value in content["module"].items()
-        # A module's extra state may be anything.
-        if name in buffers or (name not in trained and (not isinstance(value, Tensor) or value.numel()))
-    }
-    engine.module.load_state_dict(kept, strict=False)
-
-
-def _refresh_full_precision(engine: DeepSpeedEngine) -> None:
-    """Take over weights of the model that were changed from outside."""
-    wrapper = engine.optimizer
-    for name in ("refresh_fp32_params", "_restore_from_bit16_weights"):
-        if hasattr(wrapper, name):
-            getattr(wrapper, name)()
-            return
-
-
-def _restore_scaler(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
-    """The loss scale with its counters, where both runs have one."""
-    if saved.get("loss_scaler") is None or not engine.fp16_enabled():
-        return
-    wrapper = engine.optimizer
-    if hasattr(wrapper, "loss_scaler"):
-        wrapper.loss_scaler = saved["loss_scaler"]
-        wrapper.dynamic_loss_scale = saved["dynamic_loss_scale"]
-        wrapper.overflow = saved["overflow"]
+    return path, client_state if path is None else without_record(client_state)

@@ -9,21 +9,23 @@ import logging
 import pickle
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from deepspeed_plugin.checkpoints.errors import CheckpointError
+from rankwise.layout.agreement import together
+from rankwise.layout.chunked_vectors import CheckpointError
 
-__all__ = ["load_file", "read", "require_intact"]
+__all__ = ["load_file", "read", "read_together", "require_intact"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,23 @@ logger = logging.getLogger(__name__)
 _OF_DEEPSPEED = (ZeroStageEnum, fragment_address, LossScaler, DynamicLossScaler)
 _CHUNK = 1 << 22
 _Place = tuple[str | int, ...]
+_T = TypeVar("_T")
+
+
+def read_together(work: Callable[[], _T]) -> _T:
+    """Read or write files on every rank; what fails on some fails on all, with the first reason. A collective.
+
+    Raises:
+        CheckpointError: On every rank, if ``work`` met bad files on any.
+    """
+
+    def with_own_errors() -> _T:
+        try:
+            return work()
+        except OSError as error:
+            raise CheckpointError(str(error)) from error
+
+    return together(with_own_errors, dist.group.WORLD)
 
 
 def read(path: Path) -> dict[str, Any]:

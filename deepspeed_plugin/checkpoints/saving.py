@@ -21,10 +21,10 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from deepspeed_plugin.checkpoints.errors import CheckpointError, read_together
-from deepspeed_plugin.checkpoints.files import ASIDE, RECORD, REPLACING
-from deepspeed_plugin.checkpoints.zero_file_form import zero_form
+from deepspeed_plugin.checkpoints.files import ASIDE, RECORD, REPLACING, zero_form
+from deepspeed_plugin.checkpoints.reading import read_together
 from deepspeed_plugin.layouts import DeepSpeedLayout
+from rankwise.layout.chunked_vectors import CheckpointError
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["save_checkpoint"]
@@ -57,7 +57,7 @@ def save_checkpoint(
     # DeepSpeed says what is wrong with a folder that is none.
     if not isinstance(optimizer, ShardedOptimizer) or not (isinstance(save_dir, str | Path) and str(save_dir)):
         return original(engine, save_dir, tag=tag, client_state=client_state, save_latest=save_latest, **options)
-    layout = optimizer.layout_source
+    layout = optimizer.planner.source
     assert isinstance(layout, DeepSpeedLayout)
     # What lies where is part of the checkpoint, whether or not a step has been taken since the start or the last load.
     optimizer.plan_ahead(layout.units())
@@ -89,13 +89,13 @@ def _put_in_place(save_dir: Path, name: str, replacement: _Replacement, named: b
 
     try:
         # Each when the one before it is done on all ranks.
-        read_together(dist.group.WORLD, settle)
-        read_together(dist.group.WORLD, replacement.announce)
+        read_together(settle)
+        read_together(replacement.announce)
     except CheckpointError:
         replacement.discard()
         raise
-    read_together(dist.group.WORLD, replacement.commit)
-    read_together(dist.group.WORLD, put_name)
+    read_together(replacement.commit)
+    read_together(put_name)
 
 
 def _note(

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from deepspeed.checkpoint.constants import PARAM
 from torch import Tensor
 
-from deepspeed_plugin.checkpoints.errors import CheckpointError, read_together
 from deepspeed_plugin.checkpoints.files import CheckpointFolder, NamedStates, SavedCheckpoint, newest_model_file, tag_in
 from deepspeed_plugin.checkpoints.load_plan import Universal
 from deepspeed_plugin.checkpoints.reading import read
 from rankwise.checkpoint.memory_mapped import STACKED
-from rankwise.layout.chunked_vectors import NamedVectors, Stored, VectorFolder
+from rankwise.layout.agreement import together
+from rankwise.layout.chunked_vectors import CheckpointError, NamedVectors, Stored, VectorFolder
 from rankwise.states.param_remainders import NARROW
 from rankwise.updates.remainders import split
 
@@ -78,6 +78,11 @@ class UniversalCheckpoint(CheckpointFolder):
         own = _own_states(found.folder, found.record)
         source = _source(found.folder, found.record) if own is None else None
         return cls(found.folder, found.model_file, own, source)
+
+    @property
+    def named(self) -> NamedStates:
+        """Our states in it, or its weights alone."""
+        return NamedStates(UniversalWeights(self)) if self.states is None else self.states
 
     @property
     def files(self) -> list[Path]:
@@ -165,7 +170,7 @@ class UniversalWeights(NamedVectors):
                 for start, values in vector.chunks:
                     values.copy_(weight[start : start + values.numel()])
 
-        read_together(group, read_weights)
+        together(read_weights, group)
 
     def _place(self, name: str) -> tuple[Path, int | None]:
         """The file of a weight; of a matrix of a stack, whose file has all of it, also which one it is."""

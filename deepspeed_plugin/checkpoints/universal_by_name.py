@@ -31,6 +31,7 @@ from rankwise.checkpoint.named_checkpoint import (
     NamedParameter,
     of_another,
 )
+from rankwise.checkpoint.named_vectors import of_matrices
 from rankwise.layout.chunked_vectors import save_vectors
 
 __all__ = ["is_universal", "read_universal", "write_universal"]
@@ -53,8 +54,7 @@ def read_universal(folder: Path, scratch: Path) -> NamedCheckpoint:
 
     Raises:
         ConversionError: None of our optimizers wrote it, or its states are not in it.
-        CheckpointError: A file is missing or damaged.
-        StorageError: A file with our states is missing or damaged.
+        CheckpointError: A file is missing or damaged, with our states or others.
     """
     found = UniversalCheckpoint.of_anybody(folder.parent, folder.name)
     if found is None:
@@ -83,7 +83,7 @@ def read_universal(folder: Path, scratch: Path) -> NamedCheckpoint:
     tied = found.content.get("shared_params") or {}
     module |= {name: parameters[first].weight for name, first in tied.items() if first in parameters}
     extra = {key: value for key, value in common.items() if key not in _OURS}
-    return NamedCheckpoint(identity, parameters, _matrices(vectors), groups, extra, module)
+    return NamedCheckpoint(identity, parameters, of_matrices(vectors), groups, extra, module)
 
 
 def _is_kept(name: str, value: Any, trained: set[str]) -> bool:
@@ -109,15 +109,6 @@ def _parameters(
         yield name, NamedParameter(whole[""][name], states, step)
 
 
-def _matrices(vectors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    found: dict[str, dict[str, Tensor]] = {}
-    for path, value in vectors.items():
-        if path.startswith("matrix/"):
-            key, _, state = path.removeprefix("matrix/").rpartition("/")
-            found.setdefault(key, {})[state] = value
-    return found
-
-
 def write_universal(named: NamedCheckpoint, folder: Path) -> None:
     """Write a universal checkpoint, to be loaded at any stage on any ranks.
 
@@ -127,7 +118,7 @@ def write_universal(named: NamedCheckpoint, folder: Path) -> None:
 
     Raises:
         ConversionError: The parameters of a group have several counts.
-        StorageError: It cannot be written.
+        CheckpointError: It cannot be written.
     """
     vectors: dict[str, Tensor] = {}
     for index, group in enumerate(named.groups):

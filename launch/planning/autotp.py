@@ -62,7 +62,7 @@ def contents_under_autotp(parts: list[Part], cluster: Cluster, alignment: int) -
             slices = [
                 replace(piece, offset=run.offset + piece.offset)
                 for run in runs
-                for piece in slices_of_part(known[run.name], cluster.tp, rank, run.start, run.end, copy)
+                for piece in slices_of_part(known[run.key], cluster.tp, rank, run.start, run.end, copy)
             ]
             found.append([TensorContents(0, tuple(slices))])
     return found

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rankwise.comm.exchange import MatrixExchange
 from rankwise.estimate import RankEstimate, estimate_units, imagined_units
 from rankwise.launch.planning.autotp import contents_under_autotp, parts_under_autotp
 from rankwise.launch.planning.cluster import Cluster
@@ -48,6 +49,7 @@ class Figures:
         adamw: Bytes of AdamW's state of every rank.
         largest: Bytes of matrix states of the matrix that has most on one rank, and its name.
         pipelines: The batches of every optimizer's step.
+        exchanges: The exchange of every optimizer's step, with the places of its ranks among all.
     """
 
     ranks: list[RankEstimate] = field(default_factory=list)
@@ -62,6 +64,7 @@ class Figures:
     adamw: list[int] = field(default_factory=list)
     largest: tuple[int, str] = (0, "")
     pipelines: list[Pipeline] = field(default_factory=list)
+    exchanges: list[tuple[MatrixExchange, Sequence[int]]] = field(default_factory=list)
 
     def states(self) -> list[int]:
         """Bytes of optimizer state of every rank."""
@@ -111,7 +114,7 @@ def deepspeed_figures(
 def _units_of_zero(optimizer: ShardedOptimizer, model: nn.Module, cluster: Cluster) -> tuple[list[StepUnit], int]:
     """The steps of all ranks, and how many elements of the model one of them holds before ZeRO partitions them."""
     assert cluster.stage is not None
-    parameters = optimizer.parameters_by_name
+    parameters = optimizer.table.parameters
     if cluster.tp == 1:
         alignment = _DEEPSPEED_ALIGNMENT if cluster.stage in (1, 2) else 1
         units = imagined_units(optimizer, cluster.ranks, cluster.stage, alignment)
@@ -141,7 +144,7 @@ def fsdp_figures(
     assert cluster.mesh is not None
     cuts = tensor_parallel_dims(model) if cluster.mesh.tp > 1 else {}
     optimizer = built(picked, model)
-    parameters = optimizer.parameters_by_name
+    parameters = optimizer.table.parameters
     optimizer.attach(MeshSource(parameters, cuts, cluster.mesh))
     found = Figures(exchanging=cluster.ranks)
     found.parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -209,6 +212,7 @@ def _estimates(
             continue
         plan, work = unit.exchange.plan, optimizer.step_costs(unit)
         found.pipelines.append(pipeline_of(unit.exchange, work, places))
+        found.exchanges.append((unit.exchange, places))
         found.owners.update({key: places[owner] for key, owner in plan.owners.items()})
         found.lent += len(plan.keepers)
         for batch in plan.batches:

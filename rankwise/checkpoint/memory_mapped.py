@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from rankwise.layout.chunked_vectors import StorageError, load_vectors, own_errors, stored_tensors
+from rankwise.layout.chunked_vectors import CheckpointError, load_vectors, own_errors, stored_tensors
 
 __all__ = ["STACKED", "joined_stacks", "load_objects", "mapped_like", "mapped_tensors"]
 
@@ -24,7 +24,7 @@ def mapped_like(shape: Iterable[int], dtype: torch.dtype, scratch: Path) -> Tens
     """Make a tensor whose values lie in an unnamed file in the folder ``scratch``, removed with the tensor.
 
     Raises:
-        StorageError: The disk has no room.
+        CheckpointError: The disk has no room.
     """
     size = torch.Size(shape)
     if not size.numel():
@@ -33,14 +33,14 @@ def mapped_like(shape: Iterable[int], dtype: torch.dtype, scratch: Path) -> Tens
         with tempfile.NamedTemporaryFile(dir=scratch) as file:
             return torch.from_file(file.name, shared=True, size=size.numel(), dtype=dtype).view(size)
     except (OSError, RuntimeError) as error:
-        raise StorageError(f"{scratch}: {error}") from error
+        raise CheckpointError(f"{scratch}: {error}") from error
 
 
 def mapped_tensors(folder: Path, names: Iterable[str], scratch: Path) -> dict[str, Tensor]:
     """Read whole tensors that torch.distributed.checkpoint has saved, into files in the folder ``scratch``.
 
     Raises:
-        StorageError: A tensor is missing or cut off, or the disk has no room.
+        CheckpointError: A tensor is missing or cut off, or the disk has no room.
     """
     stored = stored_tensors(folder)
     tensors = {name: mapped_like(*stored[name], scratch) for name in names}
@@ -52,7 +52,7 @@ def load_objects(folder: Path, names: Iterable[str]) -> dict[str, Any]:
     """Read what torch.distributed.checkpoint has saved beside tensors, by ``pickle``, as torch reads it.
 
     Raises:
-        StorageError: An object is missing or cut off.
+        CheckpointError: An object is missing or cut off.
     """
     objects: dict[str, Any] = dict.fromkeys(names)
     with own_errors(folder):
@@ -64,7 +64,7 @@ def joined_stacks(tensors: Mapping[str, Tensor], whole: Container[str], scratch:
     """Join the matrices of stacks (``name[3]``) in ``scratch``; tensors in ``whole`` only look like some.
 
     Raises:
-        StorageError: A matrix of a stack is missing, or the disk has no room.
+        CheckpointError: A matrix of a stack is missing, or the disk has no room.
     """
     joined: dict[str, Tensor] = {}
     stacks: dict[str, dict[int, Tensor]] = {}
@@ -76,7 +76,7 @@ def joined_stacks(tensors: Mapping[str, Tensor], whole: Container[str], scratch:
             stacks.setdefault(match[1], {})[int(match[2])] = value
     for name, parts in stacks.items():
         if sorted(parts) != list(range(len(parts))):
-            raise StorageError(f"{name!r} has the matrices {sorted(parts)}, but others are missing")
+            raise CheckpointError(f"{name!r} has the matrices {sorted(parts)}, but others are missing")
         joined[name] = mapped_like((len(parts), *parts[0].shape), parts[0].dtype, scratch)
         for place, value in parts.items():
             joined[name][place].copy_(value)

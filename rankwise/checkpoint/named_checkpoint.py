@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from rankwise.states.matrix_states import MatrixState
+from rankwise.states.matrix_states import MatrixState, base_name
 
-__all__ = ["ConversionError", "NamedCheckpoint", "NamedGroup", "NamedParameter", "base_name", "of_another", "renaming"]
+__all__ = ["ConversionError", "NamedCheckpoint", "NamedGroup", "NamedParameter", "of_another", "renaming"]
 
 _SHOWN = 3
 
@@ -180,13 +180,6 @@ def of_another(source: Any) -> ConversionError:
         f"{source} was written by another optimizer than rankwise's, whose states are not converted: continue from it "
         "in its own framework (docs/checkpoints.md says how for AdamW and Muon), and convert the next checkpoint"
     )
-
-
-def base_name(key: str, names: Mapping[str, Any]) -> str:
-    """The name that a key begins with, before brackets; empty if there is none."""
-    while key and key not in names:
-        key = key.rpartition("[")[0]
-    return key
 
 
 def renaming(patterns: Mapping[str, str], names: Mapping[str, Any]) -> Callable[[str], str]:

@@ -7,7 +7,6 @@ vectors: :func:`saved_vectors` of every rank's file are merged, and :func:`resto
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,18 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.layout.agreement import together
-from rankwise.layout.chunked_vectors import ChunkedVector, NamedVectors, StorageError
+from rankwise.layout.chunked_vectors import CheckpointError, ChunkedVector, NamedVectors
 from rankwise.layout.dtensors import local_view
 from rankwise.layout.layout import Shard
 from rankwise.plan.kept_states import initial_part
 from rankwise.states.matrix_states import MatrixState, kept_by
+from rankwise.states.optimizer_spec import MOMENTS
 from rankwise.states.packed_states import PackedValues, packed_in, values_of
 from rankwise.states.param_remainders import REMAINDER
-from rankwise.states.state_takeover import MOMENTS
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.updates.remainders import join, split
-
-logger = logging.getLogger(__name__)
 
 __all__ = [
     "SlicePlace",
@@ -39,6 +36,7 @@ __all__ = [
     "Vectors",
     "common_step",
     "merge_vectors",
+    "of_matrices",
     "owned_states",
     "restore",
     "resume",
@@ -46,7 +44,6 @@ __all__ = [
     "slice_places",
     "stored_shards",
     "take_moments",
-    "take_over_moments",
 ]
 
 
@@ -57,13 +54,13 @@ class StoredShard(NamedTuple):
         shard: Place of the run in the parameter.
         copy: Number of the copy, of several that ranks hold alike; copy 0 is to be written.
         weight: 1-D view of the optimizer's weight.
-        states: 1-D views of its element states, by name.
+        states: 1-D views of its element states, by name, or what stands for packed ones.
     """
 
     shard: Shard
     copy: int
     weight: Tensor
-    states: dict[str, Tensor]
+    states: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -83,30 +80,21 @@ class SlicePlace:
     axes: Mapping[str, int]
 
 
-def stored_shards(optimizer: ShardedOptimizer) -> Iterator[StoredShard]:
+def stored_shards(optimizer: ShardedOptimizer, closed: bool = False) -> Iterator[StoredShard]:
     """This rank's planned shards, with their states, which are allocated if need be.
 
     Args:
         optimizer: Planned optimizer, see :meth:`rankwise.step.optimizer.ShardedOptimizer.plan_ahead`.
+        closed: Whether packed states stay packed, as :class:`PackedValues`.
     """
     for unit in optimizer.planned_units:
         for index, tensor in enumerate(unit.tensors):
             flat = local_view(tensor).detach().view(-1)
-            for entry, states in unit.states.of_entries(optimizer.state, index):
+            for entry, states in unit.states.of_entries(optimizer.state, index, closed):
                 part = entry.shard
                 copy = list(unit.stored.copies[part.key]).index(part.copy)
                 weight = flat[part.offset : part.offset + part.numel]
                 yield StoredShard(part, copy, weight, states)
-
-
-def _places(optimizer: ShardedOptimizer) -> Iterator[tuple[Shard, Tensor, dict[str, Tensor | PackedValues]]]:
-    """This rank's planned shards, their weights, and the memory that their states are to be written to."""
-    for unit in optimizer.planned_units:
-        for index, tensor in enumerate(unit.tensors):
-            flat = local_view(tensor).detach().view(-1)
-            for entry, states in unit.states.to_fill(optimizer.state, index):
-                part = entry.shard
-                yield part, flat[part.offset : part.offset + part.numel], states
 
 
 def owned_states(optimizer: ShardedOptimizer) -> dict[str, MatrixState]:
@@ -146,7 +134,11 @@ def common_step(optimizer: ShardedOptimizer) -> int:
 
 
 def resume(
-    optimizer: ShardedOptimizer, matrix_states: Mapping[str, MatrixState], step: int, extra: Mapping[str, Any]
+    optimizer: ShardedOptimizer,
+    matrix_states: Mapping[str, MatrixState],
+    step: int,
+    extra: Mapping[str, Any],
+    fill: Callable[[], None] | None = None,
 ) -> None:
     """Take over matrix states and counts; weights and element states are written through their views.
 
@@ -155,10 +147,15 @@ def resume(
         matrix_states: States in the form of :func:`owned_states`.
         step: Number of steps taken; 0 leaves the optimizer as if it had not been stepped.
         extra: Result of :meth:`rankwise.step.optimizer.ShardedOptimizer.extra_state`.
+        fill: See :meth:`rankwise.step.optimizer.ShardedOptimizer.adopt`.
     """
-    groups = range(len(optimizer.param_groups) if step else 0)
-    steps = {index: torch.tensor(float(step), dtype=torch.float32, device="cpu") for index in groups}
-    optimizer.adopt(matrix_states if step else {}, steps, extra)
+    optimizer.adopt(matrix_states if step else {}, _counts_of_all(optimizer, step), extra, fill)
+
+
+def _counts_of_all(optimizer: ShardedOptimizer, step: int) -> dict[int, Tensor]:
+    """One count of steps for every param group; none where no step was taken."""
+    count = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+    return dict.fromkeys(range(len(optimizer.param_groups) if step else 0), count)
 
 
 # --- named vectors ---------------------------------------------------------------------------------------------------
@@ -214,6 +211,16 @@ def merge_vectors(parts: Sequence[Vectors]) -> Vectors:
     return merged
 
 
+def of_matrices(vectors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The states of matrices among named vectors, by matrix and by state."""
+    found: dict[str, dict[str, Any]] = {}
+    for path, value in vectors.items():
+        if path.startswith("matrix/"):
+            key, _, name = path.removeprefix("matrix/").rpartition("/")
+            found.setdefault(key, {})[name] = value
+    return found
+
+
 def restore(
     optimizer: ShardedOptimizer,
     saved: NamedVectors,
@@ -221,6 +228,7 @@ def restore(
     extra: Mapping[str, Any] | None = None,
     *,
     strict: bool = True,
+    inherited: bool = False,
 ) -> None:
     """Load weights and states into an optimizer whose units are planned, whatever its layout.
 
@@ -231,32 +239,43 @@ def restore(
         extra: Result of :meth:`ShardedOptimizer.extra_state`, perhaps with other keys; None loads the weights alone and
             leaves the states as they are.
         strict: Whether all weights must have been saved; else missing ones are left alone.
+        inherited: Whether the states are moments of AdamW or Muon; ``extra`` is None then.
 
     Raises:
         MisfitError: A matrix has a state of another shape; on every rank alike, before anything changes.
-        StorageError: A parameter was not saved, or with another shape, or cannot be read; on every rank alike.
+        CheckpointError: A parameter was not saved, or with another shape, or cannot be read; on every rank alike.
     """
 
-    def checked() -> tuple[dict[str, MatrixState], dict[str, Tensor]]:
+    def judged() -> tuple[dict[str, MatrixState], dict[str, Tensor]]:
         _refuse_another_model(optimizer, saved, strict, group)
-        if extra is None:
-            return {}, {}
-        matrices = _owned_destinations(optimizer, saved)
-        optimizer.saved.refuse_misfits(optimizer, matrices)
-        return matrices, _counts(saved)
+        matrices = {} if extra is None else _owned_destinations(optimizer, saved)
+        optimizer.saved.fit.refuse_misfits(optimizer, matrices)
+        return matrices, {} if extra is None and not inherited else _counts(saved)
 
     # If a rank gave up alone, its caller might remove the files while others still look.
-    matrices, steps = together(checked, group)
-    if extra is not None:
-        optimizer.forget_states()
-    wanted, unpacked = _destinations(optimizer, saved, extra is not None)
-    places = {f"matrix/{key}/{name}": value for key, state in matrices.items() for name, value in state.items()}
-    saved.load({**wanted, **places, **steps}, group)
-    for unpack in unpacked:
-        unpack()
-    if extra is not None:
-        counts = {int(name.removeprefix("step/")): value for name, value in steps.items()}
-        optimizer.adopt(matrices, counts, extra)
+    matrices, steps = together(judged, group)
+    counts = {int(name.removeprefix("step/")): value for name, value in steps.items()}
+    succession, takeover = optimizer.saved.succession, None
+    if inherited:
+        saved.load(steps, group)
+        began = max(map(int, steps.values()), default=0)
+        takeover = succession.plan(_stored_moments(optimizer, saved) if began else {}, optimizer.param_groups)
+        extra, counts = succession.record(takeover, began), _counts_of_all(optimizer, began)
+
+    def fill() -> None:
+        moments = None if takeover is None else takeover.carried
+        wanted, unpacked = _destinations(optimizer, saved, extra is not None, moments)
+        places = {f"matrix/{key}/{name}": value for key, state in matrices.items() for name, value in state.items()}
+        saved.load({**wanted, **places, **steps}, group)
+        for unpack in unpacked:
+            unpack()
+
+    if extra is None:
+        fill()
+    else:
+        optimizer.adopt(matrices, counts, extra, fill)
+    if takeover is not None:
+        succession.tell(takeover, "another optimizer")
 
 
 def _refuse_another_model(
@@ -264,21 +283,33 @@ def _refuse_another_model(
 ) -> None:
     """Compare what was saved with the model's parameters, whichever rank holds them; ranks share the work."""
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    for key, shape in islice(optimizer.planner.logical_shapes().items(), rank, None, ranks):
+    shapes = {key: shape for unit in optimizer.planned_units for key, shape in unit.stored.shapes.items()}
+    for key, shape in islice(shapes.items(), rank, None, ranks):
         stored = saved.get(f"weight/{key}")
         if stored is None and strict:
-            raise StorageError(f"the checkpoint has no parameter '{key}'; it is of another model, or files are missing")
+            raise CheckpointError(
+                f"the checkpoint has no parameter '{key}'; it is of another model, or files are missing"
+            )
         if stored is not None and stored[0].numel() != prod(shape):
-            raise StorageError(
+            raise CheckpointError(
                 f"'{key}' has {stored[0].numel()} elements in the checkpoint and {prod(shape)} in the model; it is of "
                 "another model"
             )
 
 
 def _destinations(
-    optimizer: ShardedOptimizer, stored: Collection[str], states: bool
+    optimizer: ShardedOptimizer,
+    stored: Collection[str],
+    states: bool,
+    moments: Mapping[str, Mapping[str, str]] | None,
 ) -> tuple[Vectors, list[Callable[[], object]]]:
     """The optimizer's own weights and element states that were saved, to be filled in place.
+
+    Args:
+        optimizer: The planned optimizer.
+        stored: Names of what was saved.
+        states: Whether element states are wanted beside the weights.
+        moments: By parameter, the states that saved moments become; None where states have the names they had.
 
     Returns:
         The vectors by name, and functions to be called when they are filled: these write back what was filled in the
@@ -286,7 +317,7 @@ def _destinations(
     """
     wanted: Vectors = {}
     unpacked: list[Callable[[], object]] = []
-    for part, weight, states_here in _places(optimizer):
+    for part, _, weight, states_here in stored_shards(optimizer, closed=True):
         remainder: Any = states_here.pop(REMAINDER, None)
         if remainder is not None and f"weight/{part.key}" in stored:
             whole = torch.empty_like(weight, dtype=torch.float32)
@@ -294,7 +325,8 @@ def _destinations(
             weight = whole
         values: dict[str, Tensor | PackedValues] = {f"weight/{part.key}": weight}
         if states:
-            values.update({f"element/{name}/{part.key}": value for name, value in states_here.items()})
+            names = {state: state for state in states_here} if moments is None else moments.get(part.key, {})
+            values.update({f"element/{name}/{part.key}": states_here[state] for name, state in names.items()})
         for name, value in values.items():
             if name in stored:
                 _add(wanted, name, prod(part.shape), part.start, value)
@@ -305,18 +337,14 @@ def _destinations(
 
 def _owned_destinations(optimizer: ShardedOptimizer, stored: NamedVectors) -> dict[str, MatrixState]:
     """Memory for the saved states of the matrices that this rank owns."""
-    saved: dict[str, dict[str, str]] = {}
-    for path in stored:
-        if path.startswith("matrix/"):
-            key, _, name = path.removeprefix("matrix/").rpartition("/")
-            saved.setdefault(key, {})[name] = path
+    saved = of_matrices({path: path for path in stored})
     # This place sees the states of all matrices, and is reached only once, so the warning comes from here.
-    carried = optimizer.saved.carrier.carried(saved, announce=optimizer.rank == 0)
+    carried = optimizer.saved.carrier.carried(saved, announce=optimizer.planner.rank == 0)
     owners = optimizer.owners()
     return {
         key: {name: torch.empty(stored[path][0], dtype=stored[path][1], device="cpu") for name, path in state.items()}
         for key, state in carried.items()
-        if owners.get(key) == optimizer.rank
+        if owners.get(key) == optimizer.planner.rank
     }
 
 
@@ -327,26 +355,6 @@ def _counts(stored: NamedVectors) -> dict[str, Tensor]:
         for name, (_, kind) in stored.items()
         if name.startswith("step/")
     }
-
-
-def take_over_moments(optimizer: ShardedOptimizer, saved: NamedVectors, group: dist.ProcessGroup | None) -> None:
-    """Continue with the moments of an optimizer with AdamW's states; weights are loaded already.
-
-    Raises:
-        StorageError: The moments cannot be read.
-    """
-    moments, steps = _stored_moments(optimizer, saved), _counts(saved)
-    saved.load(steps, group)
-    began = max((int(step) for step in steps.values()), default=0)
-
-    def fill(carried: Mapping[str, Mapping[str, str]]) -> None:
-        wanted: Vectors = {}
-        for part, _, states in _places(optimizer):
-            for moment, name in carried.get(part.key, {}).items():
-                _add(wanted, f"element/{moment}/{part.key}", prod(part.shape), part.start, states[name])
-        saved.load(wanted, group)
-
-    _succeed(optimizer, moments, began, fill, "another optimizer")
 
 
 def take_moments(
@@ -369,37 +377,19 @@ def take_moments(
         note: Further words for the user.
         elsewhere: Parameters of other optimizers that start afresh: one record is saved for the whole model.
     """
+    succession = optimizer.saved.succession
+    takeover = succession.plan(shapes if began else {}, optimizer.param_groups)
 
-    def fill(carried: Mapping[str, Mapping[str, str]]) -> None:
+    def fill() -> None:
         for unit in optimizer.planned_units:
             for index, tensor in enumerate(unit.tensors):
                 for entry, views in unit.states.of_entries(optimizer.state, index):
                     run = slice(entry.shard.offset, entry.shard.offset + entry.shard.numel)
-                    for moment, name in carried.get(entry.info.name, {}).items():
+                    for moment, name in takeover.carried.get(entry.info.name, {}).items():
                         views[name].copy_(values(tensor, moment).reshape(-1)[run])
 
-    _succeed(optimizer, shapes, began, fill, author, note, elsewhere)
-
-
-def _succeed(
-    optimizer: ShardedOptimizer,
-    shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
-    began: int,
-    fill: Callable[[Mapping[str, Mapping[str, str]]], None],
-    author: str,
-    note: str = "",
-    elsewhere: Collection[str] = (),
-) -> None:
-    """Take over the moments that mean the same, start other states afresh, and tell the user."""
-    succession = optimizer.saved.succession
-    takeover = succession.plan(shapes if began else {}, optimizer.param_groups)
-    optimizer.forget_states()
-    fill(takeover.carried)
-    record = succession.record(takeover, began, elsewhere)
-    resume(optimizer, {}, began, {**optimizer.extra_state(), **record})
-    told = succession.told(takeover, author)
-    if optimizer.rank == 0:
-        logger.warning("%s%s", told, note)
+    resume(optimizer, {}, began, succession.record(takeover, began, elsewhere), fill)
+    succession.tell(takeover, author, note)
 
 
 def _stored_moments(optimizer: ShardedOptimizer, stored: NamedVectors) -> dict[str, dict[str, tuple[int, ...]]]:

@@ -53,7 +53,7 @@ def read_torch(folder: Path, scratch: Path) -> NamedCheckpoint:
 
     Raises:
         ConversionError: None of our optimizers wrote it.
-        StorageError: A file is missing or cut off.
+        CheckpointError: A file is missing or cut off.
     """
     with own_errors(folder):
         stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -137,7 +137,7 @@ def write_torch(named: NamedCheckpoint, folder: Path) -> None:
     """Write such a checkpoint into a new folder, as ``torch.distributed.checkpoint.save`` would.
 
     Raises:
-        StorageError: The folder cannot be written.
+        CheckpointError: The folder cannot be written.
     """
     matrices = under_parameters(named.matrices, {key: named.owner(key) for key in named.matrices})
     states = {

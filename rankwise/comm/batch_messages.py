@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from rankwise.comm.owner_plan import Batch, MatrixTask
-from rankwise.layout.layout import Layout, Shard, StridedRun
+from rankwise.intervals import Run
+from rankwise.layout.layout import Layout, Shard
 
 __all__ = ["BatchPlan", "PackedRun", "Side", "plan_batch"]
 
@@ -26,27 +27,27 @@ class PackedRun:
     offset: int  # offset of the parameter in the owner's flattened stack
     numel: int
     shard: int  # index of the local shard; -1 for another rank's
-    places: tuple[StridedRun, ...]  # runs within the parameter
+    runs: tuple[Run, ...]  # runs within the parameter
 
     def destinations(self, stack: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Pair the shard's values with their places in the flattened stack: tensors of equal shapes to be copied."""
         if values.dim() > 1:  # stored with gaps, which are not in the stack: the shard is one strided run there
-            (place,) = self.places
-            target, parts = place.of(stack, self.offset), values.shape[0]
-            if place.rows == 1:
+            (run,) = self.runs
+            target, parts = run.of(stack, self.offset), values.shape[0]
+            if run.rows == 1:
                 yield target.view(values.shape), values
             else:
-                yield target.unflatten(0, (parts, -1)), values.unflatten(1, (-1, place.width))
+                yield target.unflatten(0, (parts, -1)), values.unflatten(1, (-1, run.width))
             return
         position = 0
-        for place in self.places:
-            target = place.of(stack, self.offset)
+        for run in self.runs:
+            target = run.of(stack, self.offset)
             yield target, values[position : position + target.numel()].view_as(target)
             position += target.numel()
 
     def parts(self, stack: Tensor) -> list[Tensor]:
         """Views of the shard's values in the flattened stack, as 1-D tensors to be joined."""
-        return [place.of(stack, self.offset).reshape(-1) for place in self.places]
+        return [run.of(stack, self.offset).reshape(-1) for run in self.runs]
 
     def read(self, stack: Tensor) -> Tensor:
         """Read the shard's values in the flattened stack, 1-D."""

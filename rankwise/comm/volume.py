@@ -1,14 +1,16 @@
-"""Computes what every rank will send, and hold of messages, from a layout and a plan: no tensors, no processes."""
+"""Computes what every rank will send, and hold of messages, from a layout and a plan, without any other process."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
+import torch
+
 from rankwise.comm.message_format import Traffic, WireFormat
+from rankwise.comm.neighbours import fetched
 from rankwise.comm.owner_plan import Batch, MatrixPlan, MatrixTask, Reply, added, own_pieces
 from rankwise.layout.layout import Layout, Shard
 
@@ -126,56 +128,19 @@ def halo_volume(
                 (numbers[holder], part.shape, part.start, part.end, part.columns) for holder, part in members
             )
             if geometry not in known:
-                known[geometry] = _fetched(members, numbers, width, by_row)
+                held_by = [numbers[holder] for holder, _ in members]
+                known[geometry] = _sent_of([part for _, part in members], held_by, width, by_row)
             for rank, count in zip(ranks, known[geometry], strict=True):
                 sent[rank] += count * fields * itemsize
     return [Traffic(int(any(sent)), size) for size in sent]
 
 
-def _fetched(members: Sequence[tuple[int, Shard]], numbers: Mapping[int, int], width: int, by_row: bool) -> list[int]:
-    """Number of elements that others fetch from each rank of one copy of a parameter."""
-    runs = sorted(
-        (place.offset + row * place.stride, place.offset + row * place.stride + place.width, numbers[holder])
-        for holder, shard in members
-        for place in shard.places
-        for row in range(place.rows)
-    )
-    starts = [first for first, _, _ in runs]
-    counts = [0] * len(numbers)
-    for rank, shard in members:
-        for element in _neighbours(shard, width, by_row):
-            holder = runs[bisect_right(starts, element) - 1][2]
-            if holder != numbers[rank]:
-                counts[holder] += 1
-    return counts
-
-
-def _neighbours(shard: Shard, width: int, by_row: bool) -> Iterator[int]:
-    """Elements of the parameter that a shard's chains reach, and that the shard does not have."""
-    total = prod(shard.shape)
-    row_length = shard.shape[-1] if shard.shape else 1
-    held = {
-        place.offset + row * place.stride + column
-        for place in shard.places
-        for row in range(place.rows)
-        for column in (*range(min(width, place.width)), *range(max(place.width - width, 0), place.width))
-    }
-    wanted: set[int] = set()
-    for element in held:
-        low, high = 0, total
-        if by_row and len(shard.shape) > 1:
-            low = element - element % row_length
-            high = low + row_length
-        wanted.update(range(max(element - width, low), min(element + width + 1, high)))
-    return (element for element in wanted if not _contains(shard, element))
-
-
-def _contains(shard: Shard, element: int) -> bool:
-    for place in shard.places:
-        row, column = divmod(element - place.offset, place.stride)
-        if 0 <= row < place.rows and column < place.width:
-            return True
-    return False
+def _sent_of(shards: Sequence[Shard], numbers: Sequence[int], width: int, by_row: bool) -> list[int]:
+    """Elements of one copy of a parameter that each of its holders, in the order of their numbers, sends to others."""
+    elements, number = fetched(shards, width, by_row), torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    holder, wanting = number[elements.holder], number[elements.wanting]
+    sent: list[int] = holder[holder != wanting].bincount(minlength=max(numbers) + 1).tolist()
+    return sent
 
 
 @dataclass

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rankwise.intervals import Interval
 from rankwise.layout.layout_source import Slice
 
 __all__ = ["PlacementError", "Runs", "copy_ranks", "held_runs", "slices_of"]
 
-Runs = list[tuple[int, int]]
-"""Positions [start, end) along one dimension, ascending and apart."""
+Runs = list[Interval]
+"""Positions along one dimension, ascending and apart."""
 
 
 class PlacementError(ValueError):
@@ -32,7 +33,7 @@ def held_runs(
     Raises:
         PlacementError: A placement is another one, ``Partial`` for example.
     """
-    held: list[Runs] = [[(0, size)] if size else [] for size in shape]
+    held: list[Runs] = [[Interval(0, size)] if size else [] for size in shape]
     for ways, place, placement in zip(mesh_shape, coordinate, placements, strict=True):
         if placement.is_replicate():
             continue
@@ -48,7 +49,7 @@ def held_runs(
 
 def _chunk(runs: Runs, count: int, number: int) -> Runs:
     """One of the chunks of ``torch.chunk``: all have one length but the last ones, which may be shorter or empty."""
-    total = sum(end - start for start, end in runs)
+    total = sum(run.length for run in runs)
     size = -(-total // count)
     return _taken(runs, number * size, min((number + 1) * size, total))
 
@@ -56,21 +57,20 @@ def _chunk(runs: Runs, count: int, number: int) -> Runs:
 def _taken(runs: Runs, first: int, last: int) -> Runs:
     """The elements number ``first`` to ``last`` of some runs."""
     taken, before = [], 0
-    for start, end in runs:
-        low, high = max(first - before, 0), min(last - before, end - start)
-        if low < high:
-            taken.append((start + low, start + high))
-        before += end - start
+    for run in runs:
+        part = run.common(run.start + first - before, run.start + last - before)
+        if part.length:
+            taken.append(part)
+        before += run.length
     return taken
 
 
-def _joined(runs: Iterator[tuple[int, int]]) -> Runs:
+def _joined(runs: Iterator[Interval]) -> Runs:
     joined: Runs = []
     for start, end in runs:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], end)
-        else:
-            joined.append((start, end))
+        if joined and joined[-1].end == start:
+            start = joined.pop().start
+        joined.append(Interval(start, end))
     return joined
 
 
@@ -85,26 +85,25 @@ def slices_of(name: str, shape: Sequence[int], held: Sequence[Runs], copy: int) 
         if len(runs[-1]) > 1:
             raise PlacementError("columns that do not lie side by side cannot be followed")
         columns = runs[-1][0]
-        width = columns[1] - columns[0]
+        width = columns.length
         sizes, runs = sizes[:-1], runs[:-1]
     slices, offset = [], 0
-    for start, end in _flat_runs(sizes, runs) if all(held) else []:
-        first, last = start * width, end * width
-        slices.append(Slice(name, first, last, offset, columns, copy))
-        offset += last - first
+    for run in _flat_runs(sizes, runs) if all(held) else []:
+        slices.append(Slice(name, run.start * width, run.end * width, offset, columns, copy))
+        offset += run.length * width
     return tuple(slices)
 
 
 def _flat_runs(sizes: Sequence[int], held: Sequence[Runs]) -> Runs:
     """Runs of the flattened dimensions, in row-major order."""
-    flat: Runs = [(0, 1)]
+    flat = [Interval(0, 1)]
     block = 1
     for size, runs in zip(reversed(sizes), reversed(held), strict=True):
         if flat == [(0, block)]:
-            flat = [(start * block, end * block) for start, end in runs]
+            flat = [Interval(start * block, end * block) for start, end in runs]
         else:
             rows = (row for start, end in runs for row in range(start, end))
-            flat = [(row * block + start, row * block + end) for row in rows for start, end in flat]
+            flat = [run.shifted(row * block) for row in rows for run in flat]
         block *= size
     return flat
 

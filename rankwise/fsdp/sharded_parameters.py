@@ -120,7 +120,7 @@ class ShardedParameters(WholeParameters):
             raise OptionError(
                 f"the parameter '{name}' is invalid, with the placements {tuple(placements)}: {error}"
             ) from None
-        has, expected = local_view(tensor).numel(), sum(part.end - part.start for part in slices)
+        has, expected = local_view(tensor).numel(), sum(part.numel for part in slices)
         if has != expected:
             raise LayoutError(
                 f"this rank has {has} elements of '{name}', but by its placements {tuple(placements)} on a mesh of "
@@ -220,7 +220,7 @@ class ShardedParameters(WholeParameters):
 
     def watch(self, model: nn.Module) -> None:
         """Learn from a model's modules what their gradients are divided by."""
-        self._modules = _sharded_modules(model)
+        self._modules = _groups_of(model.modules())
         self._managed = {id(own.sharded_param): own for group in self._modules for own in group.fsdp_params}
 
     def keeps_gradient(self, parameter: Tensor) -> bool | None:
@@ -254,23 +254,22 @@ def _coordinates(ranks: Tensor) -> Iterator[tuple[int, ...]]:
 
 def _managed_parameters() -> set[int]:
     """Identities of the parameters whose gradients ``fully_shard`` reduces; these are missing on all ranks alike."""
-    return {id(parameter.sharded_param) for group in _groups_of(None) for parameter in group.fsdp_params}
+    groups = _groups_of(living_modules(_sharded_classes()))
+    return {id(parameter.sharded_param) for group in groups for parameter in group.fsdp_params}
 
 
-def _sharded_modules(model: nn.Module) -> list[Any]:
-    """The parameter groups that ``fully_shard`` has made of a model's modules."""
-    return _groups_of(model.modules())
+def _sharded_classes() -> tuple[type[Any], ...]:
+    """The class that ``fully_shard`` derives those of modules from; none before anybody has imported it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return () if fsdp is None else (fsdp.FSDPModule,)
 
 
-def _groups_of(modules: Iterable[nn.Module] | None) -> list[Any]:
-    """The parameter groups that ``fully_shard`` has made of modules; None: of all living modules."""
-    if "torch.distributed.fsdp" not in sys.modules:
-        return []
-    from torch.distributed.fsdp import FSDPModule
-
+def _groups_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """The parameter groups that ``fully_shard`` has made of modules."""
+    sharded = _sharded_classes()
     all_groups: list[Any] = []
-    for module in living_modules([FSDPModule]) if modules is None else modules:
-        if issubclass(type(module), FSDPModule):
+    for module in modules:
+        if issubclass(type(module), sharded):
             state = module._get_fsdp_state()  # type: ignore[operator]
             groups = getattr(state, "_fsdp_param_groups", None)  # torch before 2.10 has one
             all_groups += [state._fsdp_param_group] if groups is None else groups

@@ -6,45 +6,22 @@ right wherever these lie: a framework may move them between two steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, SupportsIndex
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, Generic, NamedTuple, SupportsIndex, TypeVar
 
 from torch import Tensor
 
-__all__ = ["RunPart", "RunPlace", "RunPlan", "RunViews", "are_runs", "chosen_of"]
+from rankwise.intervals import Run
+
+__all__ = ["RunPlan", "RunViews", "TensorRuns", "are_runs", "chosen_of"]
+
+Which = TypeVar("Which")
 
 # Sets of runs whose gradients come and go are many.
 _MOST_PARTS = 1024
-
-
-class RunPlace(NamedTuple):
-    """Where a run lies in its flat tensor, in elements.
-
-    Attributes:
-        first: Where it begins.
-        numel: How long it is.
-        spread: Parts that it is stored in, and the distance between the beginnings of two; None: in one.
-    """
-
-    first: int
-    numel: int
-    spread: tuple[int, int] | None = None
-
-    @property
-    def end(self) -> int:
-        """One past its last element."""
-        if self.spread is None:
-            return self.first + self.numel
-        parts, distance = self.spread
-        return self.first + (parts - 1) * distance + self.numel // parts
-
-    def of(self, flat: Tensor) -> Tensor:
-        """The run, a view: 1-D, or (parts, elements) where it is stored with gaps."""
-        if self.spread is None:
-            return flat[self.first : self.first + self.numel]
-        parts, distance = self.spread
-        return flat.as_strided((parts, self.numel // parts), (distance, 1), flat.storage_offset() + self.first)
 
 
 class RunPlan:
@@ -57,21 +34,19 @@ class RunPlan:
 
     Attributes:
         lengths: Lengths of all runs.
-        tensors: How many flat tensors there are.
         has_gaps: Whether a run is stored in several parts.
     """
 
-    def __init__(self, places: Sequence[Sequence[RunPlace]]) -> None:
+    def __init__(self, places: Sequence[Sequence[Run]]) -> None:
         self.places = tuple(map(tuple, places))
-        self.tensors = len(places)
         self.lengths = tuple(place.numel for found in self.places for place in found)
-        self.has_gaps = any(place.spread is not None for found in self.places for place in found)
+        self.has_gaps = any(place.rows > 1 for found in self.places for place in found)
         self._cuts = [_Cutting(found) for found in self.places]
         self._wholes = [found[0].numel if _may_be_whole(found) else -1 for found in self.places]
-        self._parts: dict[tuple[int, ...], RunPart] = {}
+        self._parts: dict[tuple[int, ...], TensorRuns[int]] = {}
 
     @cached_property
-    def _runs(self) -> list[RunPlace]:
+    def _runs(self) -> list[Run]:
         return [place for found in self.places for place in found]
 
     @cached_property
@@ -94,7 +69,7 @@ class RunPlan:
                 found += cutting.of(flat)
         return RunViews(found, flats, self)
 
-    def only(self, chosen: Sequence[int]) -> RunPart | None:
+    def only(self, chosen: Sequence[int]) -> TensorRuns[int] | None:
         """Some of the runs, given by their places in order; the same object every time.
 
         None where their order is another one than that of the tensors.
@@ -106,10 +81,7 @@ class RunPlan:
                 return None
             if len(self._parts) >= _MOST_PARTS:
                 self._parts.clear()
-            runs: dict[int, list[RunPlace]] = {}
-            for tensor, place in zip(order, key, strict=True):
-                runs.setdefault(tensor, []).append(self._runs[place])
-            self._parts[key] = RunPart(tuple(runs), RunPlan(list(runs.values())))
+            self._parts[key] = TensorRuns.of(zip(order, map(self._runs.__getitem__, key), strict=True))
         return self._parts[key]
 
     def addresses(self, bases: Sequence[int], itemsize: int) -> list[int]:
@@ -120,20 +92,26 @@ class RunPlan:
             itemsize: Bytes of an element.
         """
         return [
-            base + itemsize * place.first for base, found in zip(bases, self.places, strict=True) for place in found
+            base + itemsize * place.offset for base, found in zip(bases, self.places, strict=True) for place in found
         ]
 
 
-class RunPart(NamedTuple):
-    """Some of a plan's runs.
+class TensorRuns(NamedTuple, Generic[Which]):
+    """Runs in some of many tensors.
 
     Attributes:
-        tensors: Those of the plan's that have any.
-        plan: Plan of the runs in them.
+        tensors: What tells the tensors apart that have any, an index for example, in the order of the runs.
+        runs: The runs in these tensors.
     """
 
-    tensors: tuple[int, ...]
-    plan: RunPlan
+    tensors: tuple[Which, ...]
+    runs: RunPlan
+
+    @classmethod
+    def of(cls, places: Iterable[tuple[Which, Run]]) -> TensorRuns[Which]:
+        """Plan runs that are given with what tells their tensor, those of a tensor one after the other."""
+        grouped = [(tensor, [run for _, run in members]) for tensor, members in groupby(places, itemgetter(0))]
+        return cls(tuple(tensor for tensor, _ in grouped), RunPlan([runs for _, runs in grouped]))
 
 
 class RunViews(list[Tensor]):
@@ -154,7 +132,7 @@ class RunViews(list[Tensor]):
         """Some of them, by their places; several are as planned as these where they can be."""
         views = list(map(self.__getitem__, chosen))
         part = None if len(views) < 2 or self.as_planned is None else self._plan.only(chosen)
-        return views if part is None else RunViews(views, [self._flats[tensor] for tensor in part.tensors], part.plan)
+        return views if part is None else RunViews(views, [self._flats[tensor] for tensor in part.tensors], part.runs)
 
     def __setitem__(self, place: Any, value: Any) -> None:
         # The others are where they were, but nobody may take it for granted any more.
@@ -186,28 +164,28 @@ def chosen_of(tensors: Sequence[Tensor], chosen: Sequence[int]) -> list[Tensor]:
     return tensors.only(chosen) if isinstance(tensors, RunViews) else list(map(tensors.__getitem__, chosen))
 
 
-def _may_be_whole(places: Sequence[RunPlace]) -> bool:
-    return len(places) == 1 and places[0].first == 0 and places[0].spread is None
+def _may_be_whole(places: Sequence[Run]) -> bool:
+    return len(places) == 1 and places[0].offset == 0 and places[0].rows == 1
 
 
 class _Cutting:
     """How one flat tensor is cut: at once where its runs lie one behind the other, in any order."""
 
-    def __init__(self, places: Sequence[RunPlace]) -> None:
+    def __init__(self, places: Sequence[Run]) -> None:
         self._places = places
         self._sizes: list[int] = []
         self._chosen = [0] * len(places)
         self._end = max((place.end for place in places), default=0)
-        self._are_apart = all(place.spread is None for place in places)
+        self._are_apart = all(place.rows == 1 for place in places)
         end = 0
-        for at in sorted(range(len(places)), key=lambda at: (places[at].first, places[at].numel)):
+        for at in sorted(range(len(places)), key=places.__getitem__):
             place = places[at]
-            if place.first < end:
+            if place.offset < end:
                 self._are_apart = False
                 break
-            if place.first > end:
+            if place.offset > end:
                 # What lies between two of them is cut out, too.
-                self._sizes.append(place.first - end)
+                self._sizes.append(place.offset - end)
             self._chosen[at] = len(self._sizes)
             self._sizes.append(place.numel)
             end = place.end

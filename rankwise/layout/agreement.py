@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["gather_together", "together"]
+__all__ = ["gather_together", "refuse_difference", "together"]
 
 _T = TypeVar("_T")
 _Failure = tuple[type[Exception], str]
@@ -34,6 +34,30 @@ def together(work: Callable[[], _T], group: dist.ProcessGroup | None) -> _T:
 def gather_together(work: Callable[[], _T], group: dist.ProcessGroup | None) -> list[_T]:
     """Run some work as :func:`together` does; returns what it returned on every rank, in rank order."""
     return _run(work, group, lambda result: result)[1]
+
+
+def refuse_difference(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> None:
+    """Compare what the ranks have planned.
+
+    Args:
+        everyone: For each rank, a digest of its plans, and its settings by the names that the message uses.
+
+    Raises:
+        RuntimeError: The ranks planned differently.
+    """
+    differing = _differing([theirs for _, theirs in everyone])
+    signs = [(theirs, tuple(others.get(name) for name in differing)) for theirs, others in everyone]
+    if len(set(signs)) > 1:
+        usual = max(signs, key=signs.count)
+        odd = [rank for rank, sign in enumerate(signs) if sign != usual]
+        named = "".join(
+            f" {name} is {', '.join(f'{value} on ranks {ranks}' for value, ranks in values.items())}."
+            for name, values in differing.items()
+        )
+        raise RuntimeError(
+            f"data-parallel ranks planned different steps (ranks {odd} differ from the others); their models or "
+            f"optimizer options differ.{named} Build the same model with the same options on every rank."
+        )
 
 
 def _run(
@@ -67,3 +91,12 @@ def _sendable(kind: type[Exception]) -> type[Exception]:
     except Exception:
         return RuntimeError
     return kind
+
+
+def _differing(settings: Sequence[Mapping[str, str]]) -> dict[str, dict[str, list[int]]]:
+    """Names whose values differ between the ranks that have them, with the ranks of each value."""
+    ranks_of: dict[str, dict[str, list[int]]] = {}
+    for rank, rank_settings in enumerate(settings):
+        for name, value in rank_settings.items():
+            ranks_of.setdefault(name, {}).setdefault(value, []).append(rank)
+    return {name: values for name, values in ranks_of.items() if len(values) > 1}

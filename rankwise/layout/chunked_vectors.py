@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, Writ
 __all__ = [
     "ChunkedVector",
     "NamedVectors",
-    "StorageError",
+    "CheckpointError",
     "VectorFolder",
     "load_vectors",
     "own_errors",
@@ -39,8 +39,8 @@ __all__ = [
 Stored = tuple[torch.Size, torch.dtype]
 
 
-class StorageError(RuntimeError):
-    """A folder could not be written, or does not have what is to be read."""
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be read, written, or continued as asked."""
 
 
 class Closed(Protocol):
@@ -152,7 +152,7 @@ def save_vectors(state: Mapping[str, Any], folder: Path, group: dist.ProcessGrou
         group: Ranks that call this together; None for one process.
 
     Raises:
-        StorageError: On every rank alike, if any of them could not write.
+        CheckpointError: On every rank alike, if any of them could not write.
     """
     with own_errors(folder):
         dcp.save(
@@ -173,7 +173,7 @@ def load_vectors(state: Mapping[str, Any], folder: Path, group: dist.ProcessGrou
         group: Ranks that call this together; None for one process.
 
     Raises:
-        StorageError: On every rank alike, if any of them could not read.
+        CheckpointError: On every rank alike, if any of them could not read.
     """
     with own_errors(folder):
         dcp.load(
@@ -189,7 +189,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Shape and type of every tensor saved in ``folder``.
 
     Raises:
-        StorageError: Nothing can be read there.
+        CheckpointError: Nothing can be read there.
     """
     with own_errors(folder):
         metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -201,7 +201,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
 
 class NamedVectors(Mapping[str, Stored]):
-    """Shapes and types of saved vectors by name, wherever they lie. Looking may raise a :class:`StorageError`."""
+    """Shapes and types of saved vectors by name, wherever they lie. Looking may raise a :class:`CheckpointError`."""
 
     @abstractmethod
     def load(self, wanted: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
@@ -212,7 +212,7 @@ class NamedVectors(Mapping[str, Stored]):
             group: Ranks that call this together; None for one process.
 
         Raises:
-            StorageError: On every rank alike, if any of them could not read.
+            CheckpointError: On every rank alike, if any of them could not read.
         """
 
 
@@ -242,12 +242,12 @@ class VectorFolder(NamedVectors):
 
 @contextmanager
 def own_errors(folder: Path) -> Iterator[None]:
-    """Raise a :class:`StorageError` for whatever goes wrong with a folder."""
+    """Raise a :class:`CheckpointError` for whatever goes wrong with a folder."""
     # torch's own failure is no Exception, and its text lists every rank's traceback.
     try:
         yield
     except CheckpointException as failure:
         rank, (cause, _) = next(iter(failure.failures.items()))
-        raise StorageError(f"{folder}: {type(cause).__name__} on rank {rank}: {cause}") from failure
+        raise CheckpointError(f"{folder}: {type(cause).__name__} on rank {rank}: {cause}") from failure
     except (EOFError, OSError, pickle.UnpicklingError) as error:
-        raise StorageError(f"{folder}: {error}: it was not written to the end, or is damaged") from error
+        raise CheckpointError(f"{folder}: {error}: it was not written to the end, or is damaged") from error

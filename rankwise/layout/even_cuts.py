@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
-from rankwise.layout.layout import Layout, Shard
-from rankwise.layout.layout_source import Slice, TensorContents
+from rankwise.intervals import Interval
+from rankwise.layout.fused_blocks import Block, cut_into_blocks
+from rankwise.layout.layout import Layout
+from rankwise.layout.layout_source import TensorContents
+from rankwise.layout.shards import Shard, Slice
 
 __all__ = ["EvenCuts", "EvenLayout"]
 
@@ -40,19 +44,15 @@ class EvenCuts(NamedTuple):
         slices, position = [], 0
         for name, size in self.sizes.items():
             share = self.share(name)
-            first, last = min(rank * share, size), min((rank + 1) * share, size)
-            if first < last:
-                slices.append(Slice(name, first, last, position))
+            held = Interval(rank * share, (rank + 1) * share).common(0, size)
+            if held.length:
+                slices.append(Slice(name, *held, position))
             position += share
         return TensorContents(self.group, tuple(slices))
 
     def whole(self) -> TensorContents:
         """Contents of a tensor of all parameters, end to end."""
-        slices, position = [], 0
-        for name, size in self.sizes.items():
-            slices.append(Slice(name, 0, size, position))
-            position += size
-        return TensorContents(self.group, tuple(slices))
+        return self._replace(world=1).contents(0)
 
 
 class _Run(NamedTuple):
@@ -65,47 +65,78 @@ class _Run(NamedTuple):
 
     def of(self, rank: int) -> Shard | None:
         """Return the part that a rank holds, if any."""
-        start = max(self.first, rank * self.share)
-        end = min(self.first + self.shard.numel, (rank + 1) * self.share)
-        if start >= end:
+        share = Interval(rank * self.share, (rank + 1) * self.share)
+        held = share.common(self.first, self.first + self.shard.numel)
+        if not held.length:
             return None
-        place = (start - self.first, end - self.first, 0, self.base + start - rank * self.share)
-        return Shard(self.shard.key, self.shard.shape, *place)
+        place = (*held.shifted(-self.first), self.base + held.start - share.start)
+        return Shard(self.shard.key, *place, shape=self.shard.shape, tensor=0)
 
 
 class EvenLayout(Layout):
-    """A layout of equal cuts, made of shards of ``cuts.whole()`` only when it is asked for; seen from rank 0."""
+    """A layout of equal cuts, made of shards of ``cuts.whole()`` only when it is asked for; seen from rank 0.
 
-    def __init__(self, cuts: EvenCuts, whole: Sequence[Shard], name_of: Callable[[str], str]) -> None:
+    Args:
+        cuts: The cuts.
+        whole: Shards of a tensor of all parameters.
+        name_of: Tells the parameter that the key of a shard belongs to.
+        blocks: Blocks that tile weights and are parameters of their own.
+    """
+
+    _runs: Mapping[str, _Run]
+    _block_of: Mapping[str, tuple[str, Block]]
+    _shares: dict[tuple[int, int, int], Mapping[int, int]]
+    _given: tuple[EvenCuts, Sequence[Shard], Callable[[str], str]]
+
+    def __init__(
+        self,
+        cuts: EvenCuts,
+        whole: Sequence[Shard],
+        name_of: Callable[[str], str],
+        blocks: Mapping[str, Sequence[Block]] = MappingProxyType({}),
+    ) -> None:
         runs, base, end = {}, {}, 0
-        stored = {piece.name: piece.offset for piece in cuts.whole().slices}
+        stored = {piece.key: piece.offset for piece in cuts.whole().slices}
         for name in cuts.sizes:
             base[name], end = end, end + cuts.share(name)
         for shard in whole:
             name = name_of(shard.key)
             runs[shard.key] = _Run(shard, shard.offset - stored[name], cuts.share(name), base[name])
-        values = {"ranks": _Ranks(runs, cuts.world), "rank": 0, "group": None, "replicated": False, "imagined": True}
-        for key, value in {**values, "_runs": runs, "_shares": {}}.items():
+        block_of = {block.key(key): (key, block) for key, tiles in blocks.items() for block in tiles}
+        values = {"ranks": _Ranks(runs, cuts.world, blocks), "rank": 0, "group": None, "replicated": False}
+        own = {"imagined": True, "_runs": runs, "_block_of": block_of, "_shares": {}, "_given": (cuts, whole, name_of)}
+        for key, value in {**values, **own}.items():
             object.__setattr__(self, key, value)  # a frozen dataclass
+
+    def cut(self, blocks: Mapping[str, Sequence[Block]]) -> Layout:
+        """The layout in which blocks, which tile their two-dimensional weights, are parameters of their own."""
+        return EvenLayout(*self._given, blocks) if blocks else self
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes by key, in sorted key order."""
-        return {key: self._runs[key].shard.shape for key in sorted(self._runs)}  # type: ignore[attr-defined]
+        cut = {key for key, _ in self._block_of.values()}
+        shapes = {key: run.shard.shape for key, run in self._runs.items() if key not in cut}
+        shapes |= {key: block.shape(self._runs[whole].shard.shape) for key, (whole, block) in self._block_of.items()}
+        return {key: shapes[key] for key in sorted(shapes)}
 
     def elements(self, key: str) -> Mapping[int, int]:
         """Elements of a key by rank; the same object for runs that are cut alike."""
-        run: _Run = self._runs[key]  # type: ignore[attr-defined]
-        size, shares = run.shard.numel, self._shares  # type: ignore[attr-defined]
-        sign = (run.first, size, run.share)
+        if key in self._block_of:
+            held: dict[int, int] = {}
+            for rank, piece in self._parts(key):
+                held[rank] = held.get(rank, 0) + piece.numel
+            return held
+        run, shares = self._runs[key], self._shares
+        sign = (run.first, run.shard.numel, run.share)
         if sign not in shares:
-            first, last, end = run.first // run.share, (run.first + size - 1) // run.share, run.first + size
+            end = run.first + run.shard.numel
+            first, last = run.first // run.share, (end - 1) // run.share
             elements = dict.fromkeys(range(first, last + 1), run.share)
             elements[first] -= run.first - first * run.share
             elements[last] -= (last + 1) * run.share - end
             shares[sign] = elements
-        known: Mapping[int, int] = shares[sign]
-        return known
+        return shares[sign]
 
     def gathered(self, key: str, owner: int) -> Mapping[int, int]:
         """Elements of a key by rank; there are no copies to choose from."""
@@ -123,7 +154,7 @@ class EvenLayout(Layout):
     @cached_property
     def all_hold(self) -> bool:
         """Whether every rank holds something; ranks are filled in order, so the last one tells."""
-        return any(len(self.ranks) - 1 in self.elements(key) for key in self.shapes)
+        return any(len(self.ranks) - 1 in self.elements(key) for key in self._runs)
 
     @cached_property
     def holders(self) -> Mapping[str, dict[int, tuple[Shard, ...]]]:  # type: ignore[override]
@@ -136,11 +167,11 @@ class EvenLayout(Layout):
         return _Lazy(self.shapes, lambda key: {0: tuple(self._parts(key))})
 
     def _parts(self, key: str) -> Iterator[tuple[int, Shard]]:
-        run: _Run = self._runs[key]  # type: ignore[attr-defined]
-        for rank in self.elements(key):
-            part = run.of(rank)
-            assert part is not None
-            yield rank, part
+        whole, block = self._block_of.get(key, (key, None))
+        for rank in self.elements(whole):
+            shard = self._runs[whole].of(rank)
+            assert shard is not None
+            yield from ((rank, piece) for piece in cut_into_blocks(shard, () if block is None else (block,)))
 
 
 def _by_rank(parts: Iterator[tuple[int, Shard]]) -> dict[int, tuple[Shard, ...]]:
@@ -153,8 +184,8 @@ def _by_rank(parts: Iterator[tuple[int, Shard]]) -> dict[int, tuple[Shard, ...]]
 class _Ranks(Sequence[tuple[Shard, ...]]):
     """The shards of every rank."""
 
-    def __init__(self, runs: Mapping[str, _Run], world: int) -> None:
-        self._runs, self._world = runs, world
+    def __init__(self, runs: Mapping[str, _Run], world: int, blocks: Mapping[str, Sequence[Block]]) -> None:
+        self._runs, self._world, self._blocks = runs, world, blocks
 
     def __len__(self) -> int:
         return self._world
@@ -162,7 +193,8 @@ class _Ranks(Sequence[tuple[Shard, ...]]):
     def __getitem__(self, rank: int) -> tuple[Shard, ...]:  # type: ignore[override]
         if not 0 <= rank < self._world:
             raise IndexError(rank)
-        return tuple(part for run in self._runs.values() if (part := run.of(rank)) is not None)
+        held = ((key, shard) for key, run in self._runs.items() if (shard := run.of(rank)) is not None)
+        return tuple(piece for key, shard in held for piece in cut_into_blocks(shard, self._blocks.get(key, ())))
 
 
 class _Lazy(Mapping[str, Value]):

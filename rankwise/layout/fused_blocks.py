@@ -6,33 +6,22 @@ made of equal runs of rows, or of columns, at equal distances; in row-major stor
 elements, ``period`` apart. A shard therefore has at most three pieces of a block: the end of a run that was cut, whole
 runs, which are one strided view however many they are, and the beginning of a run. In the block's own order each piece
 is a run of consecutive elements, a shard like any other; only its storage has gaps
-(:attr:`rankwise.layout.layout.Shard.spread`). The layout of blocks follows from the common layout and the blocks alone:
+(:attr:`rankwise.layout.shards.Shard.spread`). The layout of blocks follows from the common layout and the blocks alone:
 it is planned once without communication, and messages carry the same elements as without blocks. A piece with gaps is
 copied by one strided copy, to the owner's stack or back; one without gaps is a view.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import NamedTuple
 
 from torch import Tensor
 
-from rankwise.layout.even_cuts import EvenLayout
-from rankwise.layout.layout import Layout, Shard
+from rankwise.intervals import Interval, Run
+from rankwise.layout.shards import Shard
 
-__all__ = ["Block", "cut_into_blocks", "in_blocks"]
-
-
-class _Runs(NamedTuple):
-    """The runs of a block in a flattened weight, or in the columns of it that a rank holds."""
-
-    first: int
-    width: int
-    period: int
-    number: int
+__all__ = ["Block", "cut_into_blocks"]
 
 
 @dataclass(frozen=True)
@@ -78,95 +67,27 @@ class Block:
             columns: Columns of the weight.
         """
         runs = self._flat(rows, columns)
-        shape, strides = (*values.shape[:-1], runs.number, runs.width), (*values.stride()[:-1], runs.period, 1)
-        return values.as_strided(shape, strides, values.storage_offset() + runs.first)
+        shape, strides = (*values.shape[:-1], runs.rows, runs.width), (*values.stride()[:-1], runs.stride, 1)
+        return values.as_strided(shape, strides, values.storage_offset() + runs.offset)
 
     def slices(self, rows: int, columns: int = 1) -> list[slice]:
         """Ranges of the runs in a flattened weight of this shape, in the block's own order."""
         runs = self._flat(rows, columns)
-        starts = (runs.first + index * runs.period for index in range(runs.number))
+        starts = (runs.offset + index * runs.stride for index in range(runs.rows))
         return [slice(start, start + runs.width) for start in starts]
 
-    def _flat(self, rows: int, columns: int) -> _Runs:
-        """Runs in the flattened weight, where every row has the runs of columns."""
+    def _flat(self, rows: int, columns: int) -> Run:
+        """The runs in the flattened weight, where every row has the runs of columns."""
         if not self.by_columns:
-            return _Runs(self.first * columns, self.width * columns, self.period * columns, self.count)
+            return Run(self.first * columns, self.width * columns, self.count, self.period * columns)
         if self.count == 1:
-            return _Runs(self.first, self.width, columns, rows)
-        return _Runs(self.first, self.width, self.period, self.count * rows)
+            return Run(self.first, self.width, rows, columns)
+        return Run(self.first, self.width, self.count * rows, self.period)
 
-    def runs(self) -> Iterator[tuple[int, int]]:
-        """Start and end of each run along the cut dimension."""
-        for index in range(self.count):
-            start = self.first + index * self.period
-            yield start, start + self.width
-
-
-class _EvenBlocks(EvenLayout):
-    """A layout of blocks for ranks that need not exist; shards are made when they are asked for."""
-
-    def __init__(self, whole: EvenLayout, blocks: Mapping[str, Sequence[Block]]) -> None:
-        block_of = {block.key(key): (key, block) for key, parts in blocks.items() for block in parts}
-        ranks = _BlockedRanks(whole.ranks, blocks)
-        values = {"ranks": ranks, "rank": 0, "group": None, "replicated": False, "imagined": True}
-        for name, value in {**values, "_whole": whole, "_blocks": blocks, "_found": block_of}.items():
-            object.__setattr__(self, name, value)  # a frozen dataclass
-
-    @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of parameters and blocks by key, in sorted key order."""
-        whole: EvenLayout = self._whole  # type: ignore[attr-defined]
-        shapes = {key: shape for key, shape in whole.shapes.items() if key not in self._blocks}  # type: ignore[attr-defined]
-        for block_key, (key, block) in self._found.items():  # type: ignore[attr-defined]
-            shapes[block_key] = block.shape(whole.shapes[key])
-        return {key: shapes[key] for key in sorted(shapes)}
-
-    def elements(self, key: str) -> Mapping[int, int]:
-        """Elements of a key by rank."""
-        if key not in self._found:  # type: ignore[attr-defined]
-            return self._whole.elements(key)  # type: ignore[attr-defined, no-any-return]
-        shares: dict[int, int] = {}
-        for rank, part in self._parts(key):
-            shares[rank] = shares.get(rank, 0) + part.numel
-        return shares
-
-    @cached_property
-    def all_hold(self) -> bool:
-        """Whether every rank holds something."""
-        return self._whole.all_hold  # type: ignore[attr-defined, no-any-return]
-
-    def _parts(self, key: str) -> Iterator[tuple[int, Shard]]:
-        weight, block = self._found.get(key, (key, None))  # type: ignore[attr-defined]
-        for rank, part in self._whole._parts(weight):  # type: ignore[attr-defined]
-            for piece in cut_into_blocks(part, () if block is None else (block,)):
-                yield rank, piece
-
-
-class _BlockedRanks(Sequence[tuple[Shard, ...]]):
-    """The shards of every rank, in blocks."""
-
-    def __init__(self, ranks: Sequence[tuple[Shard, ...]], blocks: Mapping[str, Sequence[Block]]) -> None:
-        self._ranks, self._blocks = ranks, blocks
-
-    def __len__(self) -> int:
-        return len(self._ranks)
-
-    def __getitem__(self, rank: int) -> tuple[Shard, ...]:  # type: ignore[override]
-        parts, blocks = self._ranks[rank], self._blocks
-        return tuple(piece for part in parts for piece in cut_into_blocks(part, blocks.get(part.key, ())))
-
-
-def in_blocks(layout: Layout, blocks: Mapping[str, Sequence[Block]]) -> Layout:
-    """The layout in which blocks, which tile their two-dimensional weights, are parameters of their own."""
-    if not blocks:
-        return layout
-    if isinstance(layout, EvenLayout):
-        return _EvenBlocks(layout, blocks)
-    ranks = tuple(
-        tuple(piece for part in parts for piece in cut_into_blocks(part, blocks.get(part.key, ())))
-        for parts in layout.ranks
-    )
-    return replace(layout, ranks=ranks)
+    def runs(self) -> Iterator[Interval]:
+        """The runs along the cut dimension."""
+        first = Interval(self.first, self.first + self.width)
+        return (first.shifted(index * self.period) for index in range(self.count))
 
 
 def cut_into_blocks(part: Shard, blocks: Sequence[Block]) -> Iterator[Shard]:
@@ -174,8 +95,7 @@ def cut_into_blocks(part: Shard, blocks: Sequence[Block]) -> Iterator[Shard]:
     if not blocks:
         yield part
     for block in blocks:
-        shape = block.shape(part.shape)
-        whole = replace(part, key=block.key(part.key), shape=shape)
+        whole = replace(part, key=block.key(part.key), shape=block.shape(part.shape))
         if not block.by_columns:
             yield from _pieces(whole, block._flat(part.shape[0], part.row_length))
         elif part.columns is None:
@@ -188,35 +108,34 @@ def _pieces_of_columns(whole: Shard, part: Shard, block: Block) -> Iterator[Shar
     """Cut a shard of some columns, run by run."""
     assert part.columns is not None
     left, right = part.columns
-    for index, (start, end) in enumerate(block.runs()):
-        first, last = max(start, left), min(end, right)
-        if first < last:
-            before = index * block.width - start
-            columns = (first + before, last + before)
+    for index, run in enumerate(block.runs()):
+        held = run.common(left, right)
+        if held.length:
+            columns = held.shifted(index * block.width - run.start)
             piece = replace(whole, columns=None if columns == (0, block.size) else columns)
-            yield from _pieces(piece, _Runs(first - left, last - first, right - left, part.shape[0]))
+            yield from _pieces(piece, Run(held.start - left, held.length, part.shape[0], right - left))
 
 
-def _pieces(part: Shard, runs: _Runs) -> Iterator[Shard]:
-    """Cut the part of runs that lies in a shard; both count elements of the same flattened tensor."""
-    first = max(0, (part.start - runs.first - runs.width) // runs.period + 1)
-    last = min(runs.number, -(-(part.end - runs.first) // runs.period))
+def _pieces(part: Shard, runs: Run) -> Iterator[Shard]:
+    """Cut the part of a block's runs that lies in a shard; both count elements of the same flattened tensor."""
+    first = max(0, (part.start - runs.offset - runs.width) // runs.stride + 1)
+    last = min(runs.rows, -(-(part.end - runs.offset) // runs.stride))
     if first >= last:
         return
 
     def piece(begin: int, end: int, run: int, before: int = 0) -> Shard:
         """Elements [begin, end) of the block, the first of them ``before`` elements into a run."""
-        offset = part.offset + runs.first + run * runs.period + before - part.start
+        offset = part.offset + runs.offset + run * runs.stride + before - part.start
         count = (end - begin) // runs.width
-        spread = (count, runs.period) if count > 1 and runs.period > runs.width else None
+        spread = (count, runs.stride) if count > 1 and runs.stride > runs.width else None
         return replace(part, start=begin, end=end, offset=offset, spread=spread)
 
-    cut = part.start - runs.first - first * runs.period
+    cut = part.start - runs.offset - first * runs.stride
     if cut > 0:
         end = min(runs.width, cut + part.numel)
         yield piece(first * runs.width + cut, first * runs.width + end, first, cut)
         first += 1
-    left = min(runs.width, part.end - runs.first - (last - 1) * runs.period)
+    left = min(runs.width, part.end - runs.offset - (last - 1) * runs.stride)
     whole = last if left == runs.width else last - 1
     if first < whole:
         yield piece(first * runs.width, whole * runs.width, first)

@@ -5,99 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
-from typing import NamedTuple
 
 import torch.distributed as dist
-from torch import Tensor
 
 from rankwise.layout.agreement import gather_together
+from rankwise.layout.fused_blocks import Block, cut_into_blocks
+from rankwise.layout.shards import Shard
 
-__all__ = ["Layout", "LayoutError", "Shard", "StridedRun"]
+__all__ = ["Layout", "LayoutError", "Shard"]
 
 
 class LayoutError(RuntimeError):
     """The shards that a framework reported do not tile their parameters."""
-
-
-class StridedRun(NamedTuple):
-    """``rows`` runs of ``width`` consecutive elements, ``stride`` apart, from ``offset`` of a flattened tensor."""
-
-    offset: int
-    rows: int
-    stride: int
-    width: int
-
-    def of(self, flat: Tensor, first: int = 0) -> Tensor:
-        """View the place in a flat tensor, (rows, width); ``first`` is the offset of the parameter there."""
-        return flat.as_strided((self.rows, self.width), (self.stride, 1), flat.storage_offset() + first + self.offset)
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A contiguous run of one parameter inside one of the tensors the optimizer was handed.
-
-    Attributes:
-        key: Unique name of the parameter (or of one matrix of a stack, ``"name[3]"``).
-        shape: Logical shape of the parameter, before any rank cut it.
-        start: First element of the run in the row-major flattened parameter, or in its block of columns.
-        end: One past the last element of the run.
-        tensor: Index of the optimizer's tensor that stores the run.
-        offset: Position of the run in that tensor, flattened.
-        columns: The block of columns [first, last) of which the run is a part, where tensor parallelism cut the
-            parameter along its last dimension; None where rows are whole.
-        copy: Number of the copy that the run belongs to, where ranks hold the parameter alike.
-        spread: Number of equal parts and distance between their beginnings, where the run is stored with gaps; None
-            where it is stored in one part.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
-    tensor: int
-    offset: int
-    columns: tuple[int, int] | None = None
-    copy: int = 0
-    spread: tuple[int, int] | None = None
-
-    @property
-    def numel(self) -> int:
-        """Number of elements of the run."""
-        return self.end - self.start
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the run covers the parameter."""
-        return self.columns is None and self.start == 0 and self.end == prod(self.shape)
-
-    @property
-    def row_length(self) -> int:
-        """Elements from one row to the next in the flattened parameter or block."""
-        if self.columns is not None:
-            return self.columns[1] - self.columns[0]
-        return self.shape[-1] if self.shape else 1
-
-    @property
-    def block_numel(self) -> int:
-        """Elements of the parameter, or of the block of columns that the run is a part of."""
-        return prod(self.shape) if self.columns is None else prod(self.shape[:-1]) * self.row_length
-
-    @cached_property
-    def places(self) -> tuple[StridedRun, ...]:
-        """Runs of the row-major flattened parameter that make up this one: one, or up to three among columns."""
-        if self.columns is None:
-            return (StridedRun(self.start, 1, self.numel, self.numel),)
-        length, width, left = self.shape[-1], self.row_length, self.columns[0]
-        runs = []
-        position = self.start
-        while position < self.end:
-            row, column = divmod(position, width)
-            whole = (self.end - position) // width if column == 0 else 0
-            rows, part = (whole, width) if whole else (1, min(width - column, self.end - position))
-            runs.append(StridedRun(row * length + left + column, rows, length, part))
-            position += rows * part
-        return tuple(runs)
 
 
 @dataclass(frozen=True)
@@ -152,6 +71,16 @@ class Layout:
         if len(everyone) == 1:
             return cls.single(everyone[0])
         return cls(ranks=tuple(everyone), rank=dist.get_rank(group), group=group, replicated=replicated)
+
+    def cut(self, blocks: Mapping[str, Sequence[Block]]) -> Layout:
+        """The layout in which blocks, which tile their two-dimensional weights, are parameters of their own."""
+        if not blocks:
+            return self
+        ranks = tuple(
+            tuple(piece for part in parts for piece in cut_into_blocks(part, blocks.get(part.key, ())))
+            for parts in self.ranks
+        )
+        return replace(self, ranks=ranks)
 
     @property
     def world_size(self) -> int:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rankwise.layout.dtensors import is_sharded
+from rankwise.layout.shards import Slice
 from rankwise.options.validation import OptionError
 
 __all__ = [
@@ -128,23 +129,6 @@ def refuse_unreadable(owner: str, name: str, tensor: Tensor) -> None:
         f"{owner}: the parameter '{name}' is invalid, because it is {kind_of}: it must be a plain tensor or a "
         f"DTensor; {fix}"
     )
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Elements [start, end) of a flattened parameter, stored at ``offset`` of an optimizer tensor.
-
-    Attributes:
-        columns: Block of columns that the run is counted in, or None, see :class:`rankwise.layout.layout.Shard`.
-        copy: Number of the copy, where ranks hold the parameter alike.
-    """
-
-    name: str
-    start: int
-    end: int
-    offset: int
-    columns: tuple[int, int] | None = None
-    copy: int = 0
 
 
 @dataclass(frozen=True)

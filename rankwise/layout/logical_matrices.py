@@ -59,7 +59,9 @@ def blocks_of(
         else:
             fused = _from_option(owner, info, pattern, layout)
         split_heads = split_heads or layout == "heads" or (isinstance(layout, Mapping) and "heads" in layout)
-    return () if fused is None or not _fits(info, fused) else _blocks(fused, split_heads and not together)
+    if fused is None or fused.length != info.shape[fused.dim]:
+        return ()
+    return _blocks(fused, split_heads and not together)
 
 
 def block_info(info: ParameterInfo, block: Block, key: str | None = None) -> ParameterInfo:
@@ -68,10 +70,6 @@ def block_info(info: ParameterInfo, block: Block, key: str | None = None) -> Par
     if key is None:
         return replace(info, shape=(*info.shape[:-2], *shape), fused=None)
     return replace(info, name=key, shape=shape, fused=None, bias=None)
-
-
-def _fits(info: ParameterInfo, fused: FusedShape) -> bool:
-    return fused.length == info.shape[fused.dim]
 
 
 def _blocks(fused: FusedShape, split_heads: bool) -> tuple[Block, ...]:

@@ -7,22 +7,12 @@ from functools import partial
 
 import torch
 
-from rankwise.kernels import native, triton
+from rankwise.kernels import triton
 from rankwise.kernels.dispatch import kernels_for
-from rankwise.ldadam import native as compiled
 from rankwise.ldadam import rule
 from rankwise.ldadam.in_place import StepsInPlace
-from rankwise.ldadam.low_rank_products import Subtract, subtract_product_
 
-__all__ = [
-    "Moments",
-    "computes_stacks",
-    "moments_for",
-    "shards_step_for",
-    "step_for",
-    "steps_in_place_for",
-    "subtract_for",
-]
+__all__ = ["Moments", "computes_stacks", "moments_for", "shards_step_for", "steps_in_place_for"]
 
 Moments = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 """A form of :func:`rankwise.ldadam.rule.low_rank_moments`."""
@@ -59,16 +49,6 @@ def moments_for(device: torch.device, dtype: torch.dtype) -> Moments:
     return partial(low_rank_moments, precision=_precision(device))
 
 
-def step_for(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[torch.Tensor, ...]] | None:
-    """A form of :func:`rankwise.ldadam.rule.subspace_step` that is one function, or None where there is none.
-
-    Args:
-        device: Device of the tensors.
-        dtype: Type of the tensors.
-    """
-    return compiled.subspace_step if kernels_for(device, dtype) is native else None
-
-
 def steps_in_place_for(device: torch.device, dtype: torch.dtype) -> StepsInPlace | None:
     """What steps many whole matrices where they lie, or None where there is no such form.
 
@@ -76,15 +56,11 @@ def steps_in_place_for(device: torch.device, dtype: torch.dtype) -> StepsInPlace
         device: Device of the tensors.
         dtype: Type of the tensors.
     """
-    chosen = kernels_for(device, dtype)
-    if chosen is native:
-        return StepsInPlace(compiled.takes, compiled.ldadam_steps_in_place)
-    if chosen is not triton:
+    if kernels_for(device, dtype) is not triton:
         return None
     from rankwise.ldadam.cuda.grouped_matrices import ldadam_matrices_, takes_matrices
 
-    step = partial(ldadam_matrices_, precision=_precision(device))
-    return StepsInPlace(takes_matrices, step)
+    return StepsInPlace(takes_matrices, partial(ldadam_matrices_, precision=_precision(device)))
 
 
 def computes_stacks(device: torch.device, dtype: torch.dtype) -> bool:
@@ -101,15 +77,3 @@ def _precision(device: torch.device) -> str:
     """Triton's name for how tensor cores multiply float32: in three TF32 products on NVIDIA's since 8.0."""
     cuda = device.type == "cuda" and torch.version.hip is None
     return "tf32x3" if cuda and torch.cuda.get_device_capability(device) >= (8, 0) else "ieee"
-
-
-def subtract_for(device: torch.device, dtype: torch.dtype) -> Subtract:
-    """:func:`rankwise.ldadam.low_rank_products.subtract_product_`, or a form of it for what it runs on.
-
-    Args:
-        device: Device of the tensors.
-        dtype: Type of the tensors.
-    """
-    if kernels_for(device, dtype) is native:
-        return compiled.subtract_product_
-    return subtract_product_

@@ -91,7 +91,7 @@ class LDAdamRule(MatrixRule):
         for matrix in others:
             by_signature.setdefault(matrix.batch.signature, []).append(matrix)
         for alike in by_signature.values():
-            most = max(1, BATCH_ELEMENTS // alike[0].length) if self._in_stacks else 1
+            most = max(1, BATCH_ELEMENTS // alike[0].length)
             for first in range(0, len(alike), most):
                 self._step_others(alike[first : first + most])
         return ()

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
-__all__ = ["Subtract", "low_rank_rows", "subtract_low_rank_", "subtract_product_"]
-
-Subtract = Callable[[Tensor, Tensor, Tensor], None]
-"""A form of :func:`subtract_product_`."""
-
-
-def subtract_product_(matrix: Tensor, left: Tensor, right: Tensor) -> None:
-    """``matrix -= left right`` in place."""
-    matrix.addmm_(left, right, alpha=-1)
+__all__ = ["low_rank_rows", "subtract_low_rank_"]
 
 
 def subtract_low_rank_(
-    run: Tensor,
-    U: Tensor,
-    X: Tensor,
-    start: int,
-    end: int,
-    rows: int,
-    cols: int,
-    right: bool,
-    subtract: Subtract = subtract_product_,
+    run: Tensor, U: Tensor, X: Tensor, start: int, end: int, rows: int, cols: int, right: bool
 ) -> None:
     """Subtract a run of the product that :func:`low_rank_rows` gives, without forming it.
 
@@ -39,7 +21,6 @@ def subtract_low_rank_(
         rows: Rows of the parameter.
         cols: Columns of the parameter.
         right: What :func:`rankwise.ldadam.formulas.projects_right` says for the parameter.
-        subtract: For whole rows.
     """
     first, last = -(-start // cols), end // cols
     if first > last or start == end:
@@ -48,7 +29,7 @@ def subtract_low_rank_(
     head, tail = first * cols - start, last * cols - start
     touched = slice(first, last)
     left, short = (X[:, touched].mT, U.mT) if right else (U[touched], X)
-    subtract(run[head:tail].view(last - first, cols), left, short)
+    run[head:tail].view(last - first, cols).addmm_(left, short, alpha=-1)
     for part, offset in ((run[:head], start), (run[tail:], last * cols)):
         if part.numel():
             _subtract_part_(part, U, X, offset, rows, cols, right)

@@ -97,9 +97,10 @@ class LDAdam(ShardedOptimizer):
 
     def _signature(self, unit: StepUnit, key: str) -> LowRankSignature:
         """Signature of a whole matrix."""
-        rows, columns = unit.infos[key].matrix_shape
-        rank = formulas.effective_rank(unit.planned_groups[unit.group_position[key]]["rank"], rows, columns)
-        return LowRankSignature(rows, columns, rank, unit.step_group[key], formulas.projects_right(rows, columns))
+        planned = unit.parameters[key]
+        rows, columns = planned.info.matrix_shape
+        rank = formulas.effective_rank(planned.group["rank"], rows, columns)
+        return LowRankSignature(rows, columns, rank, planned.step_group, formulas.projects_right(rows, columns))
 
     def _slices(self, unit: StepUnit) -> dict[str, SlicedMatrix]:
         """The matrices that ranks compute together."""
@@ -117,7 +118,7 @@ class LDAdam(ShardedOptimizer):
         return slices
 
     def _sends_less(self, unit: StepUnit, matrix: SlicedMatrix) -> bool:
-        group = unit.planned_groups[unit.group_position[matrix.key]]
+        group = unit.parameters[matrix.key].group
         partners, products = len(set(matrix.owners[0])), 2 if group["error_feedback"] else 1
         return self._signature(unit, matrix.key).sends_less_in_slices(matrix.axis, partners, products)
 

@@ -15,7 +15,7 @@ B_t                 rho U_{t-1} M_{t-1} / (1 - beta1^(t-1)) + (1 - rho) A_t: ``b
 ==================  ==============================================================================================
 
 ``F`` in the place of ``E`` is ours. It turns the error's line, E <- A - U a + k (U_{t-1} M_{t-1} - U R M_{t-1}), into
-F <- C - U M, on the same trajectory. How bases are factored is ours, too: see ``docs/deviations.md``.
+F <- C - U M (``kept_factor`` for M where beta1 has changed), on the same trajectory; see ``docs/deviations.md``.
 """
 
 from __future__ import annotations
@@ -129,9 +129,10 @@ def low_rank_moments(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Adam inside the subspace: ``M``, ``V`` and ``D``, the old moments having been turned into the new basis.
 
+    ``projected`` is U_t^T C, ``rotation`` R_t, ``past`` 1 - beta^(t - 1), ``now`` 1 - beta^t, ``k`` that of ``F``.
     Variances of uncorrelated coordinates are turned by the squares of the rotation. Since the two decays differ an
-    estimate can be negative, hence the absolute value. ``past`` is 1 - beta^(t - 1) and ``now`` 1 - beta^t. ``step``
-    may be a tensor of numbers above 1, one for each matrix, and ``written_beta1`` likewise.
+    estimate can be negative, hence the absolute value. ``step`` and ``written_beta1`` may be tensors, one number (above
+    1) for each matrix.
     """
     (beta1, beta2), scales = betas, moment_scales(step, betas, error_feedback, written_beta1)
     past1, past2, k, now1, now2 = (per_matrix(scale, projected) for scale in scales)

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rankwise.comm.owner_plan import MatrixTask
 from rankwise.kernels import graphs
+from rankwise.kernels.dispatch import is_for_cpus, kernels_for
 from rankwise.kernels.lists import copy_
 from rankwise.kernels.quantization import key_of
-from rankwise.ldadam.dispatch import moments_for, step_for
-from rankwise.ldadam.formulas import basis_weights, coordinates, kept_factor, per_matrix, project, try_next_basis
+from rankwise.ldadam.dispatch import moments_for
+from rankwise.ldadam.formulas import basis_weights, kept_factor, per_matrix, project, try_next_basis
 from rankwise.ldadam.in_place import InPlace, LowRankStep, StepsInPlace
+from rankwise.ldadam.rule import followed_basis
 from rankwise.ldadam.signature import ELEMENTS_AT_ONCE, LowRankSignature
 from rankwise.ldadam.spec import SUBSPACE, LDAdamSpec
 from rankwise.states.element_states import StateTypes
 from rankwise.states.matrix_states import MatrixState, MatrixStates, keep_narrow_
 from rankwise.step.health import Health
-from rankwise.updates.orthonormal import initial_basis
+from rankwise.updates.adamw import Scalar, Step
 
 __all__ = [
     "Subspaces",
@@ -219,93 +221,36 @@ class Subspaces:
         alone = len(states) == 1
         matrices = matrices[0] if alone else matrices
         basis, exp_avg, exp_avg_sq = (_opened([state[name] for state in states], matrices.dtype) for name in SUBSPACE)
-        old = (basis, exp_avg, exp_avg_sq)
-        form = step_for(matrices.device, matrices.dtype)
-        if form is not None:
-            assert past is not None
-            new, factors = self._step_on_host(matrices, old, *past, group, form)
-        else:
-            new, factors = self._step_on_device(matrices, old, past, states, group)
-        parts = {name: [value] if alone else value.unbind() for name, value in zip(SUBSPACE, new, strict=True)}
+        outcome = self._advanced(matrices, (basis, exp_avg, exp_avg_sq), past, states, group)
+        new = zip(SUBSPACE, outcome.states, strict=True)
+        parts = {name: [value] if alone else value.unbind() for name, value in new}
         self.keep([task.key for task in tasks], states, parts, None if past is None else past[0] + 1)
         for state in states if past is not None else ():
             state["step"] += 1
             state["beta1"].fill_(group["betas"][0])
-        return torch.cat([part.reshape(len(states), -1) for part in (new[0], *factors)], dim=1)
+        return torch.cat([part.reshape(len(states), -1) for part in (outcome.states[0], *outcome.factors)], dim=1)
 
-    def _step_on_device(
+    def _advanced(
         self, matrices: Tensor, old: Triple, past: _Past, states: list[MatrixState], group: Mapping[str, Any]
-    ) -> tuple[Triple, list[Tensor]]:
-        """New states and the factors beside the basis; nobody waits for anything but the first basis.
-
-        A matrix whose power iteration fails (see :func:`rankwise.ldadam.formulas.try_next_basis`) keeps its basis for
-        this step, which is orthonormal; on CPUs Householder reflections are tried instead.
-        """
-        basis, M, V = old
-        betas, feedback = group["betas"], group["error_feedback"]
-        step, written = self._counted(states, matrices) if past is None else (past[0] + 1, past[1])
-        first = past is not None and step == 1
-        if first:
-            new_basis = initial_basis(matrices, basis.shape[-1])
-        else:
-            of_matrix, of_momentum = basis_weights(step, betas[0], group["rho"], feedback, written)
-            moved, failed = try_next_basis(matrices, basis, M, of_matrix, per_matrix(of_momentum, M))
-            new_basis = torch.where(failed[..., None, None], basis, moved)
-            self._health.add("kept_bases", failed.sum())
-        projected, rotation = project(matrices, basis, new_basis)
-        moments = moments_for(matrices.device, matrices.dtype)
-        new_M, new_V, direction = moments(projected, rotation, M, V, step, betas, group["eps"], feedback, written)
-        factors = [direction]
-        if feedback and isinstance(written, Tensor):
-            lost = kept_factor(projected, new_M, betas[0])
-            factors.append(torch.where((written == betas[0])[..., None, None], new_M, lost))
-        elif feedback:
-            factors.append(new_M if first or written == betas[0] else kept_factor(projected, new_M, betas[0]))
+    ) -> _SubspaceStep:
+        """New states and factors, with what is to be told of them."""
         if past is None:
-            written_betas = [state["beta1"] for state in states]
-            torch._foreach_add_([state["step"] for state in states], 1)
+            self._followed.add(tuple(matrices.shape[-2:]))
+            steps, written_betas = ([state[name] for state in states] for name in ("step", "beta1"))
+            counts = (steps[0], written_betas[0]) if matrices.dim() == 2 else map(torch.stack, (steps, written_betas))
+            step, written = counts
+            outcome = _step_on_device(matrices, old, step + 1, written, group)
+            torch._foreach_add_(steps, 1)
             torch._foreach_zero_(written_betas)
-            torch._foreach_add_(written_betas, betas[0])
-        if not first:
-            self.report_rotation(rotation)
-        return (new_basis, new_M, new_V), factors
-
-    def _counted(self, states: Sequence[MatrixState], matrices: Tensor) -> tuple[Tensor, Tensor]:
-        """The number of this step and the ``beta1`` of the last, (...) on the device, which alone knows them."""
-        self._followed.add(tuple(matrices.shape[-2:]))
-        steps, written_betas = ([state[name] for state in states] for name in ("step", "beta1"))
-        if matrices.dim() == 2:
-            return steps[0] + 1, written_betas[0]
-        return torch.stack(steps) + 1, torch.stack(written_betas)
-
-    def _step_on_host(
-        self,
-        matrices: Tensor,
-        old: Triple,
-        count: int,
-        written_beta1: float,
-        group: Mapping[str, Any],
-        form: Callable[..., tuple[Tensor, ...]],
-    ) -> tuple[Triple, list[Tensor]]:
-        """The same of matrices that have taken ``count`` steps, the last one with ``written_beta1``, by a form."""
-        step, beta1 = count + 1, group["betas"][0]
-        basis, exp_avg, exp_avg_sq, direction = form(
-            matrices,
-            *old,
-            step,
-            betas=group["betas"],
-            rho=group["rho"],
-            eps=group["eps"],
-            error_feedback=group["error_feedback"],
-            written_beta1=written_beta1,
-        )
-        if step > 1:
-            self.report_rotation(basis.mT @ old[0])
-        factors = [direction]
-        if group["error_feedback"]:
-            unchanged = step == 1 or beta1 == written_beta1
-            factors.append(exp_avg if unchanged else kept_factor(coordinates(matrices, basis), exp_avg, beta1))
-        return (basis, exp_avg, exp_avg_sq), factors
+            torch._foreach_add_(written_betas, group["betas"][0])
+        else:
+            waits = past[0] == 0 or is_for_cpus(kernels_for(matrices.device, matrices.dtype))
+            outcome = (_step_on_host if waits else _step_on_device)(matrices, old, past[0] + 1, past[1], group)
+        if outcome.kept is not None:
+            self._health.add("kept_bases", outcome.kept)
+        if past is None or past[0]:
+            self.report_rotation(outcome.rotation)
+        return outcome
 
 
 def _at_once(jobs: Sequence[LowRankStep]) -> Iterator[slice]:
@@ -323,3 +268,74 @@ def _at_once(jobs: Sequence[LowRankStep]) -> Iterator[slice]:
 def _opened(states: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """(..., m, n) of matrices in the type of the computation; of a single one as such."""
     return (states[0] if len(states) == 1 else torch.stack(list(states))).to(dtype)
+
+
+class _SubspaceStep(NamedTuple):
+    """What a step gives.
+
+    Attributes:
+        states: New basis, first and second moment.
+        factors: The direction, and with error feedback what the buffer loses.
+        rotation: ``R`` (..., r, r).
+        kept: How many matrices keep their basis, because no new one could be factored; 0-d. None: none can.
+    """
+
+    states: Triple
+    factors: list[Tensor]
+    rotation: Tensor
+    kept: Tensor | None
+
+
+def _step_on_device(
+    matrices: Tensor, old: Triple, step: Step, written: Scalar, group: Mapping[str, Any]
+) -> _SubspaceStep:
+    """Advance matrices that have taken a step before; nothing is read on the host.
+
+    A matrix whose power iteration fails (see :func:`rankwise.ldadam.formulas.try_next_basis`) keeps its basis for this
+    step, which is orthonormal; on CPUs Householder reflections are tried instead.
+
+    Args:
+        matrices: ``C`` (..., m, n), of one matrix or a stack of them.
+        old: States of the matrices before the step.
+        step: Steps applied including this one: a number, or (...) numbers on the device.
+        written: The ``beta1`` of the step before, a number or as ``step``.
+        group: Param group of the matrices.
+    """
+    basis, M, _ = old
+    beta1, feedback = group["betas"][0], group["error_feedback"]
+    of_matrix, of_momentum = basis_weights(step, beta1, group["rho"], feedback, written)
+    moved, failed = try_next_basis(matrices, basis, M, of_matrix, per_matrix(of_momentum, M))
+    new_basis = torch.where(failed[..., None, None], basis, moved)
+    return _in_new_basis(matrices, old, new_basis, step, written, group, failed.sum())
+
+
+def _step_on_host(matrices: Tensor, old: Triple, step: int, written: float, group: Mapping[str, Any]) -> _SubspaceStep:
+    """The same of matrices that may take their first step, where the host may read how a factorization went."""
+    options = group["betas"][0], group["rho"], group["error_feedback"], written
+    return _in_new_basis(matrices, old, followed_basis(matrices, *old[:2], step, *options), step, written, group)
+
+
+def _in_new_basis(
+    matrices: Tensor,
+    old: Triple,
+    basis: Tensor,
+    step: Step,
+    written: Scalar,
+    group: Mapping[str, Any],
+    kept: Tensor | None = None,
+) -> _SubspaceStep:
+    """The moments carried into the new basis, and what the holders subtract."""
+    old_basis, M, V = old
+    beta1, feedback = group["betas"][0], group["error_feedback"]
+    projected, rotation = project(matrices, old_basis, basis)
+    moments = moments_for(matrices.device, matrices.dtype)
+    new_M, new_V, direction = moments(projected, rotation, M, V, step, group["betas"], group["eps"], feedback, written)
+    factors = [direction]
+    if feedback:
+        if isinstance(written, Tensor):
+            lost = kept_factor(projected, new_M, beta1)
+            factors.append(torch.where((written == beta1)[..., None, None], new_M, lost))
+        else:
+            unchanged = step == 1 or written == beta1
+            factors.append(new_M if unchanged else kept_factor(projected, new_M, beta1))
+    return _SubspaceStep((basis, new_M, new_V), factors, rotation, kept)

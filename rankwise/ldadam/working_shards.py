@@ -12,7 +12,7 @@ from rankwise.comm.batch_messages import BatchPlan
 from rankwise.comm.owner_plan import Batch, Reply
 from rankwise.kernels.lists import add_, subtract_scaled_
 from rankwise.layout.layout import Shard
-from rankwise.ldadam.dispatch import shards_step_for, subtract_for
+from rankwise.ldadam.dispatch import shards_step_for
 from rankwise.ldadam.in_place import LowRankStep
 from rankwise.ldadam.low_rank_products import low_rank_rows, subtract_low_rank_
 from rankwise.ldadam.signature import LowRankSignature
@@ -52,8 +52,8 @@ class WorkingShards:
                 before.
         """
         feedback = bucket.group["error_feedback"]
-        coded = feedback and bucket.is_coded("error")
-        errors = bucket.kept("error") if feedback and not coded else None
+        coded = feedback and bucket.narrow.is_coded(bucket, "error")
+        errors = bucket.narrow.kept(bucket, "error") if feedback and not coded else None
         sources = grads = bucket.grads
         if coded:
             sources = errors = bucket.narrow.open_onto(bucket, "error", self._unit.spends)
@@ -190,7 +190,7 @@ class WorkingShards:
         if part.spread is not None:
             run.sub_(low_rank_rows(basis, other, *place).view(run.shape))
             return
-        subtract_low_rank_(run, basis, other, *place, subtract_for(run.device, run.dtype))
+        subtract_low_rank_(run, basis, other, *place)
 
     def _shard(self, index: int) -> Shard:
         assert self._unit.exchange is not None

@@ -124,11 +124,11 @@ class MARS(ShardedOptimizer):
         """See the base class: the matrices that are orthogonalised."""
         tasks = []
         for key in unit.keys("matrix"):
-            info = unit.infos[key]
+            info = unit.parameters[key].info
             if self.spec.is_orthogonal(info):
                 rows, columns = info.matrix_shape
                 short, long = min(rows, columns), max(rows, columns)
-                signature = MomentumSignature(rows, columns, info.logical_matrix_shape, unit.step_group[key])
+                signature = MomentumSignature(rows, columns, info.logical_matrix_shape, unit.parameters[key].step_group)
                 tasks.append(MatrixTask(key, (key,), signature, cost=float(6 * short * short * long)))
         product = self.spec.product_type(unit.device, unit.dtype)
         # Those that lie whole on their owner are then stepped together.
@@ -149,7 +149,7 @@ class MARS(ShardedOptimizer):
         # Kept momenta are orthogonalised as they are opened.
         opened = self.spec.orthogonalises and self.spec.asked_type("exp_avg") and not all(folded)
         folds = any(folded) and not unit.spends_gradients
-        matrices = [unit.infos[key] for key in unit.keys("matrix")]
+        matrices = [unit.parameters[key].info for key in unit.keys("matrix")]
         sizes = [prod(info.shape) for info in matrices if self.spec.is_orthogonal(info)]
         widest = max(sizes, default=0)
 
@@ -230,7 +230,7 @@ class MARS(ShardedOptimizer):
         if not clipping and not unit.sums.straddlers:
             return None
         measured = [bucket for bucket in buckets if bucket.group["clip"] is not None]
-        norms = [unit.corrected_norms(bucket, "reference", _factor(bucket)) for bucket in measured] or [
+        norms = [_corrected_norms(unit, bucket) for bucket in measured] or [
             torch.zeros(0, dtype=torch.float64, device=unit.device)
         ]
         entries = [entry for bucket in measured for entry in bucket.entries]
@@ -342,6 +342,20 @@ def _form_momenta(unit: StepUnit, buckets: Sequence[Bucket]) -> None:
         scalars = Scalars(betas=bucket.group["betas"], nesterov=bucket.group["gamma"])
         for update in bucket.passes("nesterov", _FOLDED, scalars, onto=momenta):
             unit.run(update)
+
+
+def _corrected_norms(unit: StepUnit, bucket: Bucket) -> Tensor:
+    """Squared norms of a bucket's gradients, corrected by the change since their references."""
+    norms: Tensor | None = None
+    for part in bucket.parts(("reference",)):
+        squares = unit.squared_norms(part.cut(bucket.grads), part.states["reference"], _factor(bucket))
+        if part.parts is None and len(part.places) == len(bucket.entries):
+            return squares
+        if norms is None:
+            norms = torch.zeros(len(bucket.entries), dtype=torch.float64, device=unit.device)
+        norms.index_add_(0, unit.indices.of(tuple(part.places)), squares)
+    assert norms is not None
+    return norms
 
 
 def _factor(bucket: Bucket) -> float:

@@ -13,6 +13,7 @@ grad f(x_{t-1}, xi_t)       ``h``: in exact mode that gradient, in approximate m
                             zeros before the first step, as in the authors' code
 c_t, clipped c_t            ``c``
 m_t, v_t                    ``m``, ``v``, zeros before the first step
+eta_t, lambda               ``lr``, ``weight_decay``
 SVD of m_t                  five Newton-Schulz steps, as in the authors' code
 ==========================  ==========================================================================================
 
@@ -40,7 +41,7 @@ def correction_factor(gamma: float, beta1: float) -> float:
 
 
 def clip_coefficient(squared_norm: Tensor, clip: float) -> Tensor:
-    """``min(1, clip / norm)``: 1 for a zero norm, and not a number where the norm is none."""
+    """``min(1, clip / norm)``: 1 for a zero norm, NaN for a norm that is NaN."""
     return clip / squared_norm.sqrt().clamp(min=clip)
 
 
@@ -88,7 +89,7 @@ def mars_lion_step(
     clip: float | None = 1.0,
     weight_decay: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """MARS-Lion: ``x`` and ``m``. It has one decay rate: Lion's (b1, b2) are beta1 = b2 and gamma = (b2 - b1) / b2."""
+    """MARS-Lion: ``x`` and ``m``. Without a clip, Lion(b1, b2) is this with beta1 = b2 and gamma = (b2 - b1) / b2."""
     m = momentum(m, corrected_gradient(g, h, gamma, beta1, clip), beta1)
     return decoupled_step(x, m.sign(), lr, weight_decay), m
 
@@ -140,7 +141,8 @@ def orthogonal_direction(
 ) -> Tensor:
     """The orthogonal factor of ``m`` (..., rows, columns), times a scale of the shape.
 
-    Shampoo orthogonalises ``m / (1 - beta1)``, which shows beside eps only: it is in the offset of the norm.
+    The authors' Shampoo orthogonalises ``m / (1 - beta1)``. Newton-Schulz divides by norm + eps first, so that this is
+    ``m`` with an eps of ``(1 - beta1) eps``, which ``norm_offset`` returns.
     """
     rows, columns = m.shape[-2:]
     orthogonal = newton_schulz(m, steps, eps=formulas.norm_offset(variant, beta1, eps))

@@ -140,9 +140,11 @@ class FactorSteps:
         Between two rounds of steps: until then the units of one round are planned by the same routes.
         """
         planner = self._planner
-        for old in [unit for unit in planner.units.values() if unit.notes.get(_STALE)]:
+        for key, old in [(key, unit) for key, unit in planner.units.items() if unit.notes.get(_STALE)]:
             self._drop_untouched(sorted(self.schedule.left_out.intersection(old.layout.shapes)))
-            new = planner.new_unit(optimizer, groups, old.tensors, old.positions, old.planned_groups)
+            position_of = {identity: position for position, *members in key for identity in members}
+            positions = [position_of[id(tensor)] for tensor in old.tensors]
+            new = planner.new_unit(optimizer, groups, old.tensors, positions, old.planned_groups)
             new.traffic = old.total_traffic
 
     def _drop_untouched(self, keys: Sequence[str]) -> None:
@@ -258,7 +260,7 @@ class FactorSteps:
         """
         table = unit.notes.get(_SIGNS)
         if table is None:
-            longest = max(max(unit.infos[key].matrix_shape) for key in unit.notes[WATCHED])
+            longest = max(max(unit.parameters[key].info.matrix_shape) for key in unit.notes[WATCHED])
             table = unit.notes[_SIGNS] = sign_table(longest, unit.device, unit.dtype)
         return Sketches(due, table, self._options.decay, self._options.interval)
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from rankwise.comm.batch_messages import BatchPlan
-from rankwise.kernels.run_views import RunPlace, RunPlan
+from rankwise.intervals import Run
+from rankwise.kernels.run_views import TensorRuns
 from rankwise.mkor.layer_signature import LayerSignature
 from rankwise.mkor.product_groups import GradientForm, ProductGroups
 from rankwise.plan.step_unit import WHOLE
-from rankwise.states.element_states import EntryRuns
 from rankwise.states.entries import Entry
 from rankwise.states.matrix_states import MatrixState
 
@@ -61,18 +61,14 @@ class LocalMatrixPlan:
         self.arrangement = ProductGroups([gradient.form for gradient in self._gradients])
 
     @cached_property
-    def places(self) -> EntryRuns:
+    def places(self) -> TensorRuns[int]:
         """Where the runs lie in the unit's weights and gradients."""
-        tensors: list[int] = []
-        places: list[list[RunPlace]] = []
+        places: list[tuple[int, Run]] = []
         for index, own in self.runs:
             shard = self._entries[index].shard
-            if not tensors or tensors[-1] != shard.tensor:
-                tensors.append(shard.tensor)
-                places.append([])
             start, stop, _ = own.indices(shard.numel)
-            places[-1].append(RunPlace(shard.offset + start, stop - start))
-        return EntryRuns(tuple(tensors), RunPlan(places))
+            places.append((shard.tensor, Run(shard.offset + start, stop - start)))
+        return TensorRuns.of(places)
 
     def pieces(self, entries: Sequence[Entry]) -> tuple[list[int], list[tuple[int, slice]]]:
         """Places here of the runs that belong to these entries; and their places there, with the entry's elements."""

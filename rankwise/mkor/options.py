@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from rankwise.mkor.backends import FirstOrder
 from rankwise.options import shared
 from rankwise.options.checks import (
     LARGEST,
@@ -23,7 +24,6 @@ from rankwise.options.checks import (
     is_number,
 )
 from rankwise.options.fields import Options, option
-from rankwise.step.first_order import FirstOrder
 
 __all__ = ["MKOROptions"]
 

@@ -14,6 +14,7 @@ from rankwise.comm.batch_messages import BatchPlan
 from rankwise.comm.owner_plan import Batch, MatrixTask
 from rankwise.kernels.run_views import RunViews, chosen_of
 from rankwise.layout.layout import LayoutError
+from rankwise.mkor.backends import FirstOrder
 from rankwise.mkor.factors import KroneckerFactors
 from rankwise.mkor.layer_signature import LayerSignature
 from rankwise.mkor.local_matrices import LocalMatrixPlan
@@ -29,7 +30,7 @@ from rankwise.states.matrix_states import MatrixState, MatrixStates
 from rankwise.states.parameter_table import ParameterTable
 from rankwise.statistics.factor_vectors import LayerVectors
 from rankwise.statistics.window_sums import Record
-from rankwise.step.first_order import FirstOrder, adamw_step
+from rankwise.step.first_order import adamw_step
 from rankwise.step.matrices import MatrixRule, StepMatrices
 
 __all__ = ["TAKEN", "MKORRule", "matrix_tasks", "uncaptured_tasks"]
@@ -307,7 +308,7 @@ def uncaptured_tasks(unit: StepUnit, table: ParameterTable) -> list[MatrixTask]:
     """
     tasks = []
     for key in unit.keys("matrix"):
-        info, position = unit.infos[key], unit.group_position[key]
+        info, position = unit.parameters[key].info, unit.parameters[key].position
         sides = info.logical_matrix_shape
         signature = LayerSignature(*sides, False, info.transposed, position, table.blocks.get(key, ()))
         tasks.append(MatrixTask(key, (key,), signature, signature.cost))
@@ -335,7 +336,7 @@ def matrix_tasks(unit: StepUnit, records: Mapping[str, Record], table: Parameter
     tasks = []
     names = {id(parameter): name for name, parameter in table.parameters.items()}
     for key in unit.keys("matrix"):
-        record, position = records[key], unit.group_position[key]
+        record, position = records[key], unit.parameters[key].position
         bias = None
         if record.bias is not None:
             bias = _bundled(key, names.get(id(record.bias)), unit, table)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
-from rankwise.kernels.run_views import RunPlace, RunPlan
+from rankwise.intervals import Run
+from rankwise.kernels.run_views import RunPlan
 
 __all__ = ["GradientForm", "ProductForm", "ProductGroup", "ProductGroups", "aligned"]
 
@@ -194,10 +195,10 @@ class ProductGroups:
         return [[base + itemsize * first for first in self._firsts], *self._others]
 
 
-def _results(gradient: GradientForm, form: ProductForm, start: int) -> Iterator[RunPlace]:
+def _results(gradient: GradientForm, form: ProductForm, start: int) -> Iterator[Run]:
     first = start + form.result
     for length in (*gradient.weights, *gradient.biases):
-        yield RunPlace(first, length)
+        yield Run(first, length)
         first += length
 
 

@@ -7,9 +7,9 @@ paper                      here
 gradient of a layer        ``D`` (o, i); with a bias, whose gradient is the last column, (o, i + 1)
 a_t                        ``a`` (i,), the mean input over all tokens of the step; with a bias a 1 at the end
 g_t                        ``g`` (o,), the gradient that a bias has, or would have: a mean over samples, as the paper's
-L^{-1}, R^{-1}             ``L`` (o, o), ``R`` (i, i), inverses of the factors; the identity before the first step. None
-                           for a side too long for a factor
-gamma, epsilon, zeta       ``gamma``; ``threshold`` and ``retention`` of the stabilizer
+L^{-1}, R^{-1}             ``L`` (o, o), ``R`` (i, i): **the inverses**, never the factors; ``J`` is either of them. The
+                           identity before the first step; None for a side too long for a factor
+gamma, epsilon, zeta       ``gamma``; ``threshold`` and ``retention`` of the stabilizer, whose norm is "row_sum"
 Delta W                    ``V``, which AdamW, LAMB or SGD (:mod:`rankwise.updates`) takes in the gradient's place
 "sketch" (ours)            random sums of D's rows and columns in the place of ``a`` and ``g``, scaled to the identity
 MKOR-H's switch            :func:`watched_loss`; the paper has no criterion, and this one is ours
@@ -76,8 +76,9 @@ def rank1_inverse_update(J: Tensor, v: Tensor, gamma: float, rule: Rule = "offic
     r"""The factor inverse moved by one vector, without inverting anything.
 
     official (the authors' code): ``H - H v v^T H / (1 + v^T H v)`` with ``H = gamma J + (1 - gamma) I``, the inverse of
-    ``H^-1 + v v^T``. ema (the paper's derivation): the inverse of ``gamma J^-1 + (1 - gamma) v v^T``. paper_literal:
-    lines 7 and 8 as printed, ``gamma J + (1 - gamma) / (gamma^2 (1 + gamma (1 - gamma) v^T J v)) J v v^T J``.
+    ``H^-1 + v v^T``; ``u`` is H v. ema (the paper's derivation): the inverse of ``gamma J^-1 + (1 - gamma) v v^T``;
+    paper_literal: lines 7 and 8 as printed, ``gamma J + (1 - gamma) / (gamma^2 (1 + gamma (1 - gamma) v^T J v)) J v v^T
+    J``; in both ``u`` is J v.
     """
     u = (J @ v.unsqueeze(-1)).squeeze(-1)
     if rule == "official":

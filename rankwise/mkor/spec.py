@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from rankwise.mkor.backends import FirstOrder
 from rankwise.mkor.factors import KroneckerFactors
 from rankwise.mkor.options import MKOROptions
 from rankwise.routing.roles import ParameterInfo, Role, Route, RoutingPolicy, Rule
 from rankwise.states.element_states import StateTypes
 from rankwise.states.optimizer_spec import OptimizerSpec
-from rankwise.step.first_order import FirstOrder
 
 __all__ = ["MKORSpec"]
 

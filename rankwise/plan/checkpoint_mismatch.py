@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
-from rankwise.comm.owner_plan import MatrixTask
+from rankwise.kernels.low_precision_runs import blocks_of
 from rankwise.plan.step_unit import StepUnit
+from rankwise.states.matrix_states import InitialStates
 
-__all__ = ["InitialStates", "MisfitError", "check_shape", "refuse_strange"]
+__all__ = ["MisfitError", "check_shape", "refuse_strange"]
 
 Shape = tuple[int, ...]
-InitialStates = Callable[[MatrixTask, torch.device], Mapping[str, Tensor]]
-"""The states of a matrix before its first step; see :class:`rankwise.plan.step_costs.StepCosts`."""
 
 _FIX = "load it with the model and options that it was saved with, or the weights alone and start the optimizer afresh"
 
@@ -31,10 +31,18 @@ def check_shape(owner: str, key: str, state: str, found: Sequence[int], allowed:
     """
     if tuple(found) not in allowed:
         rule = " or ".join(str(tuple(shape)) for shape in allowed)
+        if any(_are_codes(found, shape) or _are_codes(shape, found) for shape in allowed):
+            rule += " (one of them is of a state in 8 bits: state_dtype is another one than it was saved with)"
         raise MisfitError(
             f"{owner}: the state {state!r} of '{key}' has the shape {tuple(found)}, which is invalid: it must be "
             f"{rule}, as the parameter and the options of its group say; {_FIX}"
         )
+
+
+def _are_codes(packed: Sequence[int], opened: Sequence[int]) -> bool:
+    """Whether a shape is that of codes and their exponents, of a state that has another shape when it is opened."""
+    numel = prod(opened)
+    return tuple(packed) == (numel + blocks_of(0, numel),)
 
 
 def refuse_strange(

@@ -10,13 +10,10 @@ from torch import Tensor
 
 from rankwise.layout.dtensors import cut_of, is_sharded, local_view
 from rankwise.layout.layout_source import loaded_advice, real_view, refuse_strangers, refuse_unreadable
-from rankwise.plan.planner import Planner, form_of
+from rankwise.plan.planner import FORMS, Planner, form_of
 from rankwise.plan.step_unit import StepUnit
 from rankwise.states.element_states import States
-from rankwise.states.group_values import GroupValues
-from rankwise.states.matrix_states import MatrixStates
-from rankwise.states.optimizer_spec import OptimizerSpec
-from rankwise.states.parameter_table import Groups, ParameterTable
+from rankwise.states.parameter_table import Groups
 
 __all__ = ["GroupChanges"]
 
@@ -24,21 +21,13 @@ __all__ = ["GroupChanges"]
 class GroupChanges:
     """Notices what has changed since the steps were planned."""
 
-    def __init__(
-        self,
-        spec: OptimizerSpec,
-        values: GroupValues,
-        table: ParameterTable,
-        planner: Planner,
-        matrix_states: MatrixStates,
-    ) -> None:
-        self._held = spec, values, table, planner, matrix_states
-        self._spec, self._values, self._table, self._planner, self._matrix_states = self._held
+    def __init__(self, planner: Planner) -> None:
+        self._planner, self._spec, self._values, self._table = planner, planner.spec, planner.values, planner.table
         self._planned_structure: list[tuple[Any, ...]] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy has nothing planned.
-        return type(self), self._held
+        return type(self), (self._planner,)
 
     def follow(self, unit: StepUnit | None, groups: Groups, states: States) -> bool:
         """Follow what may be changed and refuse what may not, before the step changes anything.
@@ -53,7 +42,7 @@ class GroupChanges:
         self._values.refuse_changes(groups)
         planner = self._planner
         plain = planner.is_plain
-        if unit is not None and plain and list(map(form_of, unit.tensors)) != unit.forms:
+        if unit is not None and plain and list(map(form_of, unit.tensors)) != unit.notes[FORMS]:
             self._follow_forms(unit)
             return True
         if unit is None and plain:
@@ -103,7 +92,7 @@ class GroupChanges:
         owner, sharded = self._spec.name, self._in_places(groups)
         if not sharded:
             return
-        if states or self._matrix_states.everything():
+        if states or self._planner.matrix_states.everything():
             raise RuntimeError(
                 f"{owner}: the parameters were sharded after the optimizer had got states, which belong to those "
                 "before; shard the model (accelerate: prepare) before the first step, and load states after it"
@@ -129,7 +118,7 @@ class GroupChanges:
     def _follow_forms(self, unit: StepUnit) -> None:
         """Plan anew for a model whose tensors were brought to another type or device, with their states."""
         owner, planner = self._spec.name, self._planner
-        for tensor, planned in zip(unit.tensors, unit.forms, strict=True):
+        for tensor, planned in zip(unit.tensors, unit.notes[FORMS], strict=True):
             name = str(planner.name_of(tensor))
             refuse_unreadable(owner, name, tensor)
             if cut_of(tensor) != planned.cut:
@@ -145,7 +134,7 @@ class GroupChanges:
                     "built; build a new optimizer after resizing a model"
                 )
         planner.forget()
-        self._matrix_states.load(self._matrix_states.everything())
+        planner.matrix_states.load(planner.matrix_states.everything())
 
     def _follow_groups(self, groups: Groups, states: States) -> bool:
         """Route by the groups that parameters are in now; return whether any route may have changed."""

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.comm.owner_plan import MatrixTask
-from rankwise.plan.checkpoint_mismatch import InitialStates
 from rankwise.plan.notes import Note
 from rankwise.plan.step_unit import StepUnit
-from rankwise.states.matrix_states import MatrixState, MatrixStates
+from rankwise.states.matrix_states import InitialStates, MatrixState, MatrixStates
 
 __all__ = ["fetch_kept_states", "initial_part", "refuse_stranded", "return_kept_states"]
 

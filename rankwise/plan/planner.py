@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -10,15 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rankwise.comm.owner_plan import MatrixTask
+from rankwise.comm.exchange import MatrixExchange
+from rankwise.comm.owner_plan import MatrixTask, plan_matrices
+from rankwise.comm.quantized_messages import wire_of
 from rankwise.kernels import graphs
 from rankwise.kernels.native.building import SWITCH
+from rankwise.layout.agreement import gather_together, refuse_difference
 from rankwise.layout.dtensors import PLAIN, Cut, cut_of
-from rankwise.layout.equal_slices import SlicedMatrix
+from rankwise.layout.equal_slices import SlicedMatrix, in_slices
 from rankwise.layout.even_cuts import EvenCuts
 from rankwise.layout.layout import LayoutError
 from rankwise.layout.layout_source import LayoutSource, TensorContents, WholeParameters
 from rankwise.plan.checkpoint_mismatch import refuse_strange
+from rankwise.plan.notes import Note
 from rankwise.plan.state_memory import Lendable, keepers_in
 from rankwise.plan.step_costs import StepCosts
 from rankwise.plan.step_unit import StepUnit, UnitKey
@@ -31,7 +36,7 @@ from rankwise.states.optimizer_spec import OptimizerSpec
 from rankwise.states.parameter_table import Groups, ParameterTable
 from rankwise.version import __version__
 
-__all__ = ["Planned", "Planner", "TensorForm", "form_of"]
+__all__ = ["FORMS", "Planned", "Planner", "TensorForm", "form_of"]
 
 
 class TensorForm(NamedTuple):
@@ -42,6 +47,9 @@ class TensorForm(NamedTuple):
     device: torch.device
     shape: tuple[int, ...]
     cut: Cut | None
+
+
+FORMS: Note[list[TensorForm]] = Note("properties of the tensors when the unit was planned")
 
 
 def form_of(tensor: Tensor) -> TensorForm:
@@ -64,13 +72,13 @@ class Planner:
     """Plans a unit for every ``step()`` call of a round, and remembers owners.
 
     Args:
-        spec: The optimizer's options.
-        table: The parameters and their rules.
-        values: Describes the options in words.
-        matrix_states: The optimizer's matrix states.
         settle: Called before plans are forgotten: the last steps may have to be undone by them.
 
     Attributes:
+        spec: What follows from the optimizer's options.
+        table: The parameters and their rules.
+        values: Checks and describes the values of param groups.
+        matrix_states: The optimizer's matrix states.
         units: Units planned so far.
         loads: What each rank has to compute, by rank; empty for nothing.
         owner_of: Owners by matrix, and keepers by (matrix, state). It outlives the plans, because nobody else has the
@@ -85,8 +93,8 @@ class Planner:
         matrix_states: MatrixStates,
         settle: Callable[[], None],
     ) -> None:
-        self._held = spec, table, values, matrix_states, settle
-        self._spec, self._table, self._values, self._matrix_states, self._settle = self._held
+        self.spec, self.table, self.values, self.matrix_states = spec, table, values, matrix_states
+        self._settle = settle
         self._builder = UnitBuilder(spec, table, values)
         self._attached: LayoutSource | None = None
         self.units: dict[UnitKey, StepUnit] = {}
@@ -95,14 +103,14 @@ class Planner:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy belongs to no framework and has nothing planned.
-        return type(self), self._held
+        return type(self), (self.spec, self.table, self.values, self.matrix_states, self._settle)
 
     # --- the layout ---------------------------------------------------------------------------------------------
 
     @property
     def source(self) -> LayoutSource:
         """The framework's description of the param groups' tensors; that of plain parameters if there is none."""
-        return self._table.plain if self._attached is None else self._attached
+        return self.table.plain if self._attached is None else self._attached
 
     def attach(self, source: LayoutSource) -> None:
         """Plan by another description of the tensors from now on.
@@ -111,9 +119,9 @@ class Planner:
             RuntimeError: It is of other ranks, and the present ranks keep states for one another.
         """
         if source.group is not self.source.group:
-            if self._matrix_states and any(isinstance(place, tuple) for place in self.owner_of):
+            if self.matrix_states and any(isinstance(place, tuple) for place in self.owner_of):
                 raise RuntimeError(
-                    f"{self._spec.name}: the ranks hold states of each other's matrices, so the group of ranks cannot "
+                    f"{self.spec.name}: the ranks hold states of each other's matrices, so the group of ranks cannot "
                     "change now; save the optimizer, and load it into a new one that is built on the new ranks"
                 )
             self.owner_of.clear()
@@ -147,7 +155,7 @@ class Planner:
         """Choose rules and owners afresh, for states that were saved with other groups."""
         # The saved states lie with the owners that a fresh plan would choose.
         self.owner_of.clear()
-        self._table.route_again(groups)
+        self.table.route_again(groups)
         self.forget()
 
     def find(self, groups: Groups) -> StepUnit | None:
@@ -155,21 +163,17 @@ class Planner:
         key = tuple((position, *map(id, group["params"])) for position, group in enumerate(groups) if group["params"])
         return self.units.get(key)
 
-    def place_of(self, tensor: Tensor) -> tuple[StepUnit, int] | None:
-        """Return the unit that a tensor is planned in, and its index there."""
-        for unit in self.units.values():
-            for index, candidate in enumerate(unit.tensors):
-                if candidate is tensor:
-                    return unit, index
-        return None
+    def places(self) -> dict[int, tuple[StepUnit, int]]:
+        """The unit that each planned tensor is in, and its index there, by the tensor's identity."""
+        return {id(tensor): (unit, at) for unit in self.units.values() for at, tensor in enumerate(unit.tensors)}
 
     def kept_in(
         self, groups: Groups, tensor: Tensor, group: Mapping[str, Any], dtype: torch.dtype
     ) -> tuple[TensorContents, ElementStates]:
         """What one tensor stores, and the states, under index 0, that it keeps in a group, planned or not."""
-        content, table = self.source.contents(tensor), self._table
-        infos = {part.name: table.catalog[part.name][0] for part in content.slices}
-        routes = {part.name: table.choose_in(groups, part.name, group) for part in content.slices}
+        content, table = self.source.contents(tensor), self.table
+        infos = {part.key: table.catalog[part.key][0] for part in content.slices}
+        routes = {part.key: table.choose_in(groups, part.key, group) for part in content.slices}
         entries = cut_into_entries([content], infos, routes)
         kept = [table.element_states(entry.info, entry.route.rule, group) for entry in entries]
         name = self.source.name_of(tensor)
@@ -218,23 +222,28 @@ class Planner:
             RuntimeError: The ranks planned differently.
             Exception: Planning failed on some rank; raised on every rank, and nothing is planned then.
         """
-        device = device_and_dtype(tensors or list(self._table.parameters.values()))[0]
+        device = device_and_dtype(tensors or list(self.table.parameters.values()))[0]
         graphs.refuse_capture(device, "the first step")
         key, loads, owner_of = _key_of(tensors, positions), self.loads, dict(self.owner_of)
         unit = self._builder.build(self.source, groups, tensors, positions, planned_groups)
-        unit.key, unit.forms = key, list(map(form_of, tensors))
+        unit.notes[FORMS] = list(map(form_of, tensors))
+        if key in self.units:
+            self._settle()
         self.units[key] = unit
 
-        def plan() -> dict[str, str]:
+        def plan() -> tuple[str, dict[str, str], str]:
             self._refuse_other_shapes(unit)
             optimizer.plan(unit)
-            self._table.warn_of_nameless()
+            self.table.warn_of_nameless()
             initial = optimizer.step_costs(unit).matrix_state
-            refuse_strange(self._spec.identity, unit, self._matrix_states.everything(), initial)
-            return self._settings(unit)
+            refuse_strange(self.spec.identity, unit, self.matrix_states.everything(), initial)
+            return unit.digest(), self._settings(unit), uuid.uuid4().hex
 
         try:
-            unit.compare_across_ranks(plan)
+            # All ranks must enter the same collectives, so they compare their plans before anything is sent.
+            everyone = gather_together(plan, unit.layout.group)
+            refuse_difference([(digest, settings) for digest, settings, _ in everyone])
+            unit.token = everyone[0][2]
         except BaseException:
             # A half-planned unit must not be found by the next step, which would train without the matrix rule.
             del self.units[key]
@@ -285,24 +294,31 @@ class Planner:
         Args:
             unit: The unit.
             tasks: Tasks of its matrices; some may be slices.
-            slices: See :meth:`StepUnit.plan_exchange`.
-            alone: See :meth:`StepUnit.plan_exchange`.
+            slices: The matrices of which ``tasks`` has the slices.
+            alone: Whether the rule takes whole matrices where they lie on every device; else it does so only on devices
+                where stacks are no faster.
             lendable: Tells which states of the matrices others may keep for owners; None: no states.
         """
-        if tasks:
-            comm_dtype = getattr(self._spec.options, "comm_dtype", None)
-            # Only some ranks plan such a unit, so its loads must not count where all ranks have to agree.
-            loads = unit.plan_exchange(
-                tasks, [] if unit.apart else self.loads, comm_dtype, self.owner_of, slices, alone
-            )
-            self.loads = self.loads if unit.apart else loads
-            assert unit.exchange is not None
-            plan = unit.exchange.plan
-            if lendable is not None and unit.layout.world_size > 1:
-                keepers = keepers_in(self._table, unit, tasks, lendable, plan.owners, self.owner_of)
-                unit.exchange.plan = plan = replace(plan, keepers=keepers)
-            self.owner_of |= plan.owners
-            self.owner_of |= plan.keepers
+        if not tasks:
+            return
+        unit.slices = slices or {}
+        if unit.key_tensors:
+            parts = {part: key for key, matrix in unit.slices.items() for part in matrix.parts}
+            unit.key_tensors = {**unit.key_tensors, **{part: unit.key_tensors[key] for part, key in parts.items()}}
+        layout = in_slices(unit.layout, unit.slices)
+        # Only some ranks plan such a unit, so its loads must not count where all ranks have to agree.
+        loads = [] if unit.apart else self.loads
+        plan, loads = plan_matrices(
+            layout, tasks, loads or [0.0] * layout.world_size, kept=self.owner_of, slices=unit.slices
+        )
+        if lendable is not None and unit.layout.world_size > 1:
+            plan = replace(plan, keepers=keepers_in(unit, tasks, lendable, plan.owners, self.owner_of))
+        wire = wire_of(getattr(self.spec.options, "comm_dtype", None), unit.dtype)
+        unit.exchange = MatrixExchange(layout, plan, unit.device, unit.dtype, wire, alone or None)
+        if not unit.apart:
+            self.loads = loads
+        self.owner_of |= plan.owners
+        self.owner_of |= plan.keepers
 
     def owners(self) -> dict[str, int]:
         """Owner ranks of all planned matrices."""
@@ -313,17 +329,13 @@ class Planner:
             for key, owner in unit.exchange.plan.owners.items()
         }
 
-    def logical_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of everything planned, whichever rank holds it, by parameter or matrix of a stack."""
-        return {key: tuple(shape) for unit in self.units.values() for key, shape in unit.stored.shapes.items()}
-
     # --- what ranks compare -------------------------------------------------------------------------------------
 
     def _refuse_other_shapes(self, unit: StepUnit) -> None:
         """Compare this rank's model with what others report of parameters that it may hold nothing of."""
         for key, shape in unit.stored.shapes.items():
-            name = self._table.base_name(key)
-            info, _ = self._table.catalog[name]
+            name = self.table.base_name(key)
+            info, _ = self.table.catalog[name]
             own = info.shape if name == key else info.matrix_shape
             if tuple(own) != tuple(shape):
                 raise LayoutError(
@@ -333,7 +345,7 @@ class Planner:
 
     def _settings(self, unit: StepUnit) -> dict[str, str]:
         """What must be equal on all ranks: the options, and those of the unit's groups, which schedulers may change."""
-        spec, texts = self._spec, self._values.in_words(unit.planned_groups)
+        spec, texts = self.spec, self.values.in_words(unit.planned_groups)
         if unit.device.type == "cpu":
             # Copies of a weight on ranks that round differently would drift apart.
             texts[f"the form of the CPU kernels (environment variable {SWITCH}=0 makes them alike)"] = (

@@ -8,7 +8,6 @@ from typing import Any
 from rankwise.comm.owner_plan import MatrixTask, keepers_of
 from rankwise.kernels.low_precision_runs import BLOCK, is_coded
 from rankwise.plan.step_unit import StepUnit
-from rankwise.states.parameter_table import ParameterTable
 
 __all__ = ["Lendable", "element_states", "keepers_in"]
 
@@ -16,7 +15,7 @@ Lendable = Callable[[MatrixTask], Mapping[str, int]]
 """Bytes of those states of a matrix that another rank than its owner may keep between steps, by name."""
 
 
-def element_states(table: ParameterTable, unit: StepUnit) -> Iterator[tuple[Mapping[int, int], int, Mapping[int, int]]]:
+def element_states(unit: StepUnit) -> Iterator[tuple[Mapping[int, int], int, Mapping[int, int]]]:
     """Bytes of the element states, for each set of keys that are distributed alike.
 
     Yields:
@@ -24,10 +23,9 @@ def element_states(table: ParameterTable, unit: StepUnit) -> Iterator[tuple[Mapp
     """
     by_elements: dict[int, tuple[Mapping[int, int], int, int, int]] = {}
     for key in unit.layout.shapes:
-        group = unit.planned_groups[unit.group_position[key]]
-        states = table.element_states(unit.infos[key], unit.routes[key].rule, group)
-        coded = sum(map(is_coded, states.values()))
-        width = sum((dtype or unit.dtype).itemsize for dtype in states.values())
+        types = unit.parameters[key].states.values()
+        coded = sum(map(is_coded, types))
+        width = sum((dtype or unit.dtype).itemsize for dtype in types)
         elements = unit.layout.elements(key)
         # `by_elements` keeps the objects alive, so that no other gets the same id.
         _, count, total, coded_total = by_elements.get(id(elements), (elements, 0, 0, 0))
@@ -38,17 +36,12 @@ def element_states(table: ParameterTable, unit: StepUnit) -> Iterator[tuple[Mapp
 
 
 def keepers_in(
-    table: ParameterTable,
-    unit: StepUnit,
-    tasks: Sequence[MatrixTask],
-    lendable: Lendable,
-    owners: Mapping[str, int],
-    given: Mapping[Any, int],
+    unit: StepUnit, tasks: Sequence[MatrixTask], lendable: Lendable, owners: Mapping[str, int], given: Mapping[Any, int]
 ) -> dict[tuple[str, str], int]:
     """Choose keepers by :func:`rankwise.comm.owner_plan.keepers_of`, counting the element states that ranks hold."""
     sizes = {task.signature: lendable(task) for task in tasks}
     held = [0] * unit.layout.world_size
-    for *_, shares in element_states(table, unit):
+    for *_, shares in element_states(unit):
         for rank, size in shares.items():
             held[rank] += size
     return keepers_of(owners, {task.key: sizes[task.signature] for task in tasks}, held, given)

@@ -4,32 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from rankwise.comm.owner_plan import Batch, MatrixTask, Reply, own_pieces
+from rankwise.states.matrix_states import InitialStates
 
-__all__ = ["PASS_TABLE_BYTES", "TABLE_BYTES", "ScratchMemory", "StepCosts", "no_matrix_state", "tables"]
+__all__ = ["PASS_TABLE_BYTES", "TABLE_BYTES", "ScratchMemory", "StepCosts", "tables"]
 
 
-def no_messages(batch: Batch) -> tuple[int, ...]:
-    """Describe rules that compute every matrix on one rank."""
+def _no_messages(batch: Batch) -> tuple[int, ...]:
     return ()
 
 
-def whole_states(task: MatrixTask) -> Mapping[str, int]:
-    """Describe rules that compute every matrix on one rank."""
+def _no_states(task: MatrixTask, *device: torch.device) -> dict[str, Any]:
     return {}
 
 
-def no_matrix_state(task: MatrixTask, device: torch.device) -> Mapping[str, Tensor]:
-    """Describe rules whose states all have one value per element."""
-    return {}
-
-
-def nothing(tasks: Sequence[MatrixTask]) -> int:
-    """Describe rules that need no memory for matrices."""
+def _nothing(tasks: Sequence[MatrixTask]) -> int:
     return 0
 
 
@@ -57,8 +50,8 @@ class ScratchMemory:
     """
 
     elements: Callable[[int, int], float] = tables
-    alone: Callable[[Sequence[MatrixTask]], int] = nothing
-    stacked: Callable[[Sequence[MatrixTask]], int] = nothing
+    alone: Callable[[Sequence[MatrixTask]], int] = _nothing
+    stacked: Callable[[Sequence[MatrixTask]], int] = _nothing
     spends_stack: bool = False
 
 
@@ -84,9 +77,9 @@ class StepCosts:
     sums: tuple[int, ...] = ()
     halo_fields: int = 0
     reply: Callable[[Batch], Reply] = own_pieces
-    matrix_state: Callable[[MatrixTask, torch.device], Mapping[str, Tensor]] = no_matrix_state
-    together: Callable[[Batch], tuple[int, ...]] = no_messages
-    cut_states: Callable[[MatrixTask], Mapping[str, int]] = whole_states
+    matrix_state: InitialStates = _no_states
+    together: Callable[[Batch], tuple[int, ...]] = _no_messages
+    cut_states: Callable[[MatrixTask], Mapping[str, int]] = _no_states
     scalars: tuple[int, ...] = ()
     periodic: tuple[int, ...] = ()
     period: int = 1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -19,25 +19,24 @@ from torch import Tensor
 from rankwise.comm.exchange import MatrixExchange
 from rankwise.comm.halo import HaloExchange
 from rankwise.comm.message_format import Traffic
-from rankwise.comm.owner_plan import MatrixTask, plan_matrices
 from rankwise.comm.parameter_sums import ShardSums
-from rankwise.comm.quantized_messages import wire_of
 from rankwise.kernels import lists
 from rankwise.kernels.dispatch import kernels_for
 from rankwise.kernels.graphs import refuse_capture
 from rankwise.kernels.passes import FIELDS, Field, Pass, Scalars, only_some
 from rankwise.kernels.passes import Rule as PassRule
 from rankwise.kernels.run_views import are_runs, chosen_of
-from rankwise.layout.agreement import gather_together
 from rankwise.layout.dtensors import is_sharded, local_gradients, local_view
-from rankwise.layout.equal_slices import SlicedMatrix, in_slices
+from rankwise.layout.equal_slices import SlicedMatrix
 from rankwise.layout.indices import DeviceIndices
 from rankwise.layout.layout import Layout
-from rankwise.plan.low_precision_states import LowPrecisionStates, PassPart
+from rankwise.layout.layout_source import TensorContents
+from rankwise.plan.low_precision_states import LowPrecisionStates, NarrowPlan, PassPart
 from rankwise.plan.notes import Notes
-from rankwise.routing.roles import ParameterInfo, Route, Rule
-from rankwise.states.element_states import ElementStates, States
+from rankwise.routing.roles import ParameterInfo, Rule
+from rankwise.states.element_states import ElementStates, States, StateTypes
 from rankwise.states.entries import Entry, PlannedEntries
+from rankwise.states.optimizer_spec import OptimizerSpec
 from rankwise.states.shared_exponents import SharedExponents
 from rankwise.updates.adamw import Step
 
@@ -45,12 +44,12 @@ __all__ = [
     "AT_ONCE",
     "WHOLE",
     "Bucket",
+    "PlannedParameter",
     "StepUnit",
     "UnitKey",
     "joined",
     "portion_sizes",
     "portions",
-    "refuse_difference",
     "spans",
 ]
 
@@ -98,14 +97,6 @@ class Bucket:
         if name not in self.found:
             self.found[name] = self.narrow.opened(self, name)
         return self.found[name]
-
-    def kept(self, name: str) -> list[Tensor]:
-        """An element state as it is stored, in bfloat16 or wider."""
-        return self.narrow.kept(self, name)
-
-    def is_coded(self, name: str) -> bool:
-        """Whether any shard stores the state in codes."""
-        return self.narrow.is_coded(self, name)
 
     def parts(self, states: Sequence[str]) -> Iterator[PassPart]:
         """Cut the bucket into parts that have these states in one form each."""
@@ -219,40 +210,50 @@ def portion_sizes(everything: float, largest: float, times: int = 1) -> tuple[fl
     return min(everything, max(AT_ONCE, largest)), min(everything, max(AT_ONCE / times - largest / 2, largest))
 
 
+@dataclass(frozen=True)
+class PlannedParameter:
+    """What all ranks know of a parameter, a matrix of a stack, or a block, whichever of them holds it.
+
+    Attributes:
+        info: Its description.
+        rule: The rule that it takes.
+        position: Position of its param group at the time of the step.
+        group: The group as it was when the unit was planned.
+        step_group: Where, among the views of the param groups, a step finds those values of the group that it reads.
+        states: Types of its element states; a block's are those of its weight.
+    """
+
+    info: ParameterInfo
+    rule: Rule
+    position: int
+    group: Mapping[str, Any]
+    step_group: int
+    states: StateTypes
+
+
 @dataclass
 class StepUnit:
-    """The planned-once part of a step: layout, routes, sums and matrix exchange."""
+    """The planned-once part of a step: layout, parameters, sums and matrix exchange."""
 
     tensors: list[Tensor]
-    tensor_groups: list[int]  # of each tensor's param group as passed to the constructor
-    positions: list[int]  # of each tensor's param group in ``param_groups`` at the time of the step
-    planned_groups: Mapping[int, Mapping[str, Any]]  # the groups by position as they were when the unit was planned
+    contents: Sequence[TensorContents]  # what the tensors store
     stored: Layout  # what is stored, by parameter or matrix of a stack
     layout: Layout  # the same, with the blocks of fused weights as parameters of their own
     stored_entries: list[Entry]
     entries: list[Entry]  # in ``layout``
     states: ElementStates
-    infos: Mapping[str, ParameterInfo]  # by key, whether held here or not
-    routes: Mapping[str, Route]
-    group_position: Mapping[str, int]
-    step_group: Mapping[str, int]  # where, among the views of the param groups, a step finds its own
+    parameters: Mapping[str, PlannedParameter]  # by the keys of both layouts
     device: torch.device
     dtype: torch.dtype
-    sum_all: bool = False
-    cautious: bool = False  # whether elements that step away from zero do not decay
-    coded: Mapping[str, Sequence[str]] = field(default_factory=dict)  # states in codes by key, held here or not
-    stochastic: Callable[[str], bool] = bool  # whether a state is rounded stochastically where it is narrow
+    spec: OptimizerSpec
+    key_tensors: Mapping[str, int]  # where all ranks have a tensor of every parameter: its index, by key
     spends_gradients: bool = False  # whether nobody reads the gradients after the step
-    forms: list[Any] = field(default_factory=list)  # properties of the tensors when the unit was planned
-    key: Any = ()  # of the unit among the optimizer's units
     token: str = ""  # the same on the ranks that planned the unit together, and unique to it
     apart: bool = False  # whether its ranks are only some of the optimizer's ranks
-    # where all ranks have a tensor of every parameter: its index, by key
-    key_tensors: Mapping[str, int] = field(default_factory=dict)
     sharded: list[bool] = field(init=False)  # which of the tensors are torch's sharded ones
     sums: ShardSums = field(init=False)
     indices: DeviceIndices = field(init=False)
-    shared: SharedExponents = field(init=False)
+    narrow_plan: NarrowPlan = field(init=False)
     narrow: LowPrecisionStates = field(init=False)  # of the step under way
     exchange: MatrixExchange | None = None
     slices: Mapping[str, SlicedMatrix] = field(default_factory=dict)  # the matrices that the exchange has in slices
@@ -263,9 +264,26 @@ class StepUnit:
     def __post_init__(self) -> None:
         self.indices = DeviceIndices(self.device)
         self.sharded = list(map(is_sharded, self.tensors))
-        keys = self.layout.shapes if self.sum_all else self.keys("matrix")
-        self.sums = ShardSums(self.layout, self.device, set(keys))
-        self.shared = SharedExponents(self.stored, self.coded, self.indices, self.traffic)
+        self.sums = ShardSums(self.layout, self.device, set(self.summed))
+        types = {key: self.parameters[key].states for key in self.stored.shapes}
+        shared = SharedExponents(self.stored, types, self.indices, self.traffic)
+        self.narrow_plan = NarrowPlan(self.states, self.entries, shared, self.indices, self.dtype, self.spec)
+
+    @property
+    def planned_groups(self) -> dict[int, Mapping[str, Any]]:
+        """The param groups of the parameters, as they were when the unit was planned, by position."""
+        groups = {planned.position: planned.group for planned in self.parameters.values()}
+        return {position: groups[position] for position in sorted(groups)}
+
+    @property
+    def summed(self) -> Collection[str]:
+        """Keys of the parameters over which per-parameter sums are taken."""
+        return self.layout.shapes if self.spec.sums_cover_fallback else self.keys("matrix")
+
+    @property
+    def cautious(self) -> bool:
+        """Whether elements that step away from zero do not decay."""
+        return self.spec.step_groups.cautious
 
     @property
     def missing_alike(self) -> bool:
@@ -315,19 +333,22 @@ class StepUnit:
 
     def keys(self, rule: Rule) -> list[str]:
         """Keys of the whole layout that take ``rule``, sorted: the same list on every rank."""
-        return [key for key in self.layout.shapes if self.routes[key].rule == rule]
+        return [key for key in self.layout.shapes if self.parameters[key].rule == rule]
 
     @property
     def kernels(self) -> ModuleType:
         """The list forms of the element-wise updates for this unit's device and type."""
         return kernels_for(self.device, self.dtype)
 
-    def begin(self, states: States) -> LowPrecisionStates:
-        """Begin a step; the result hands out its narrow states."""
-        self.narrow = LowPrecisionStates(
-            self.states, states, self.entries, self.shared, self.indices, self.dtype, self.notes, self.stochastic
-        )
-        return self.narrow
+    @contextmanager
+    def stepping(self, states: States) -> Iterator[None]:
+        """Hand out the narrow states in a context, and store them at its end, see :meth:`LowPrecisionStates.close`."""
+        self.narrow = LowPrecisionStates(self.narrow_plan, states)
+        try:
+            yield
+            self.narrow.close()
+        finally:
+            del self.narrow
 
     def run(self, update: Pass) -> None:
         """Run a pass; tensors with gaps go to torch's list operations, which alone take them."""
@@ -335,19 +356,6 @@ class StepUnit:
         parts = self._by_form(update.grads)
         for form, places in parts:
             form.run(update if len(parts) == 1 else update.only(places))
-
-    def corrected_norms(self, bucket: Bucket, name: str, k: float) -> Tensor:
-        """Squared norms of a bucket's gradients, corrected by the change since the state of that name."""
-        norms: Tensor | None = None
-        for part in bucket.parts((name,)):
-            squares = self.squared_norms(part.cut(bucket.grads), part.states[name], k)
-            if part.parts is None and len(part.places) == len(bucket.entries):
-                return squares
-            if norms is None:
-                norms = torch.zeros(len(bucket.entries), dtype=torch.float64, device=self.device)
-            norms.index_add_(0, self.indices.of(tuple(part.places)), squares)
-        assert norms is not None
-        return norms
 
     def squared_norms(self, tensors: list[Tensor], references: Field | None = None, k: float = 0.0) -> Tensor:
         """Squared norms as in :func:`rankwise.kernels.lists.squared_norms`, for tensors with and without gaps."""
@@ -379,7 +387,10 @@ class StepUnit:
         Returns:
             (quantities, entries): each entry's column holds its whole parameter's sums, in fp64.
         """
-        index = self._device_index(tuple(map(_INDEX, entries)))
+        positions = tuple(map(_INDEX, entries))
+        if positions not in self.indices:
+            refuse_capture(self.device, "a step with gradients for another set of parameters than before")
+        index = self.indices.of(positions)
         rows = torch.stack(quantities) if len(quantities) > 1 else torch.atleast_2d(quantities[0])
         if self.sums.trivial:
             return rows.to(torch.float64)
@@ -387,11 +398,6 @@ class StepUnit:
         if entries:
             partial_sums.index_copy_(1, index, rows.to(torch.float64))
         return self.sums(partial_sums).index_select(1, index)
-
-    def _device_index(self, positions: tuple[int, ...]) -> Tensor:
-        if positions not in self.indices:
-            refuse_capture(self.device, "a step with gradients for another set of parameters than before")
-        return self.indices.of(positions)
 
     def common_step(self, states: States) -> int:
         """The step all ranks are at; a rank that holds no tensor has no count of its own."""
@@ -405,92 +411,8 @@ class StepUnit:
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.layout.group)
         return int(agreed)
 
-    def plan_exchange(
-        self,
-        tasks: Sequence[MatrixTask],
-        loads: list[float],
-        comm_dtype: str | None = None,
-        kept: Mapping[str, int] | None = None,
-        slices: Mapping[str, SlicedMatrix] | None = None,
-        alone: bool = False,
-    ) -> list[float]:
-        """Choose owners for ``tasks``.
-
-        Args:
-            tasks: The matrices to place, at least one.
-            loads: What each rank has to compute already; empty for nothing.
-            comm_dtype: Type in which matrices travel; None: that of the computation.
-            kept: Owners of matrices that have states already, the same on every rank.
-            slices: Matrices of which ``tasks`` has the slices.
-            alone: Whether the rule takes whole matrices where they lie on every device; else it does so only on devices
-                where stacks are no faster.
-
-        Returns:
-            The ranks' loads including these tasks.
-        """
-        self.slices = slices or {}
-        if self.key_tensors:
-            parts = {part: key for key, matrix in self.slices.items() for part in matrix.parts}
-            self.key_tensors = {**self.key_tensors, **{part: self.key_tensors[key] for part, key in parts.items()}}
-        layout = in_slices(self.layout, self.slices)
-        plan, loads = plan_matrices(layout, tasks, loads or [0.0] * layout.world_size, kept=kept, slices=self.slices)
-        self.exchange = MatrixExchange(
-            layout, plan, self.device, self.dtype, wire_of(comm_dtype, self.dtype), alone or None
-        )
-        return loads
-
-    def compare_across_ranks(self, plan: Callable[[], Mapping[str, str]]) -> None:
-        """Plan, and make sure that all ranks will enter the same collectives, before anything is sent.
-
-        Args:
-            plan: Plans the unit's collectives without entering one. Returns what else must be alike on all ranks that
-                have it, by a name for the message.
-
-        Raises:
-            RuntimeError: The ranks planned differently.
-            Exception: Planning failed on some rank; raised on every rank.
-        """
-
-        def planned() -> tuple[str, Mapping[str, str], str]:
-            settings = plan()
-            exchange = "" if self.exchange is None else self.exchange.plan.digest()
-            routes = sorted((key, chosen.rule, self.group_position[key]) for key, chosen in self.routes.items())
-            digest = hashlib.sha256(repr((routes, str(self.dtype), exchange)).encode()).hexdigest()
-            return digest, settings, uuid.uuid4().hex
-
-        everyone = gather_together(planned, self.layout.group)
-        refuse_difference([(digest, settings) for digest, settings, _ in everyone])
-        self.token = everyone[0][2]
-
-
-def refuse_difference(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> None:
-    """Compare what the ranks have planned.
-
-    Args:
-        everyone: For each rank, a digest of its plans, and its settings by the names that the message uses.
-
-    Raises:
-        RuntimeError: The ranks planned differently.
-    """
-    differing = _differing([theirs for _, theirs in everyone])
-    signs = [(theirs, tuple(others.get(name) for name in differing)) for theirs, others in everyone]
-    if len(set(signs)) > 1:
-        usual = max(signs, key=signs.count)
-        odd = [rank for rank, sign in enumerate(signs) if sign != usual]
-        named = "".join(
-            f" {name} is {', '.join(f'{value} on ranks {ranks}' for value, ranks in values.items())}."
-            for name, values in differing.items()
-        )
-        raise RuntimeError(
-            f"data-parallel ranks planned different steps (ranks {odd} differ from the others); their models or "
-            f"optimizer options differ.{named} Build the same model with the same options on every rank."
-        )
-
-
-def _differing(settings: Sequence[Mapping[str, str]]) -> dict[str, dict[str, list[int]]]:
-    """Names whose values differ between the ranks that have them, with the ranks of each value."""
-    ranks_of: dict[str, dict[str, list[int]]] = {}
-    for rank, rank_settings in enumerate(settings):
-        for name, value in rank_settings.items():
-            ranks_of.setdefault(name, {}).setdefault(value, []).append(rank)
-    return {name: values for name, values in ranks_of.items() if len(values) > 1}
+    def digest(self) -> str:
+        """A hash of the rules and collectives that were planned, to be compared across ranks."""
+        exchange = "" if self.exchange is None else self.exchange.plan.digest()
+        routes = sorted((key, planned.rule, planned.position) for key, planned in self.parameters.items())
+        return hashlib.sha256(repr((routes, str(self.dtype), exchange)).encode()).hexdigest()

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rankwise.kernels.low_precision_runs import is_coded
-from rankwise.layout.agreement import gather_together
+from rankwise.layout.agreement import gather_together, refuse_difference
 from rankwise.layout.dtensors import is_sharded
 from rankwise.layout.even_cuts import EvenCuts, EvenLayout
-from rankwise.layout.fused_blocks import in_blocks
+from rankwise.layout.fused_blocks import Block
 from rankwise.layout.layout import Layout, LayoutError, Shard
 from rankwise.layout.layout_source import LayoutSource, TensorContents
 from rankwise.layout.logical_matrices import block_info
-from rankwise.plan.step_unit import StepUnit, refuse_difference
-from rankwise.routing.roles import ParameterInfo, Route
+from rankwise.plan.step_unit import PlannedParameter, StepUnit
 from rankwise.states.element_states import ElementStates, StateTypes
 from rankwise.states.entries import Entry, cut_into_entries, entries_of_blocks
 from rankwise.states.group_values import GroupValues
@@ -68,7 +67,7 @@ class UnitBuilder:
             entries.extend(self.entries(contents))
             if self._spec.options.store_param_remainders:
                 places = zip(tensors, contents, strict=True)
-                stored = {part.name: tensor for tensor, content in places for part in content.slices}
+                stored = {part.key: tensor for tensor, content in places for part in content.slices}
                 refuse_wide_copies(self._spec.name, stored, self._table.parameters)
             return [entry.shard for entry in entries]
 
@@ -95,13 +94,7 @@ class UnitBuilder:
     def imagine(
         self, param_groups: Groups, ranks: Sequence[Sequence[TensorContents]] | EvenCuts, replicated: bool
     ) -> StepUnit:
-        """Build the unit of ranks that need not exist, as the first of them would build it.
-
-        Args:
-            param_groups: All groups of the optimizer.
-            ranks: What the tensors of each rank store; or that every parameter is cut evenly.
-            replicated: See :class:`rankwise.layout.layout.Layout`.
-        """
+        """Build the unit of the first of ranks that need not exist; see :meth:`Planner.imagine`."""
         groups = dict(enumerate(param_groups))
         if isinstance(ranks, EvenCuts):
             whole = [entry.shard for entry in self.entries([ranks.whole()])]
@@ -132,69 +125,48 @@ class UnitBuilder:
         tensor_of: Mapping[str, int] | None = None,
     ) -> StepUnit:
         """Put a unit together; see :meth:`build`."""
-        table = self._table
+        # A rank that holds nothing works on the type and device of the others all the same.
+        device, dtype = device_and_dtype(tensors or list(self._table.parameters.values()))
         # Parameters of tensors on other ranks keep the groups they were registered with.
         position_of = {content.group: position for content, position in zip(contents, positions, strict=True)}
-        names = {key: table.base_name(key) for key in layout.shapes}
-        group_position = {
-            key: _position(table.catalog[name][1], position_of, len(param_groups)) for key, name in names.items()
-        }
-        # This rank may hold nothing of some groups.
-        other_groups = {position: param_groups[position] for position in set(group_position.values()) - set(groups)}
-        # A rank that holds nothing works on the type and device of the others all the same.
-        device, dtype = device_and_dtype(tensors or list(table.parameters.values()))
-        spec = [self._states_of(entry.info, entry.route, groups[positions[entry.shard.tensor]]) for entry in entries]
-        blocks = {key: table.blocks[name] for key, name in names.items() if self._is_cut(name, layout.shapes[key])}
-        infos = {key: table.catalog[name][0] for key, name in names.items()}
-        routes = {key: table.routes[name] for key, name in names.items()}
-        key_tensors = {} if tensor_of is None else {key: tensor_of[name] for key, name in names.items()}
-        all_groups = {**other_groups, **groups}
-        coded = {
-            key: [
-                state
-                for state, stored_as in self._states_of(infos[key], routes[key], all_groups[place]).items()
-                if is_coded(stored_as)
-            ]
-            for key, place in group_position.items()
-        }
-        of_empty = self.states_of_empty(tensors, entries, tensor_of or {}, groups, positions)
-        step_groups = self._spec.step_groups
-        step_group = {
-            key: step_groups.place(group_position[key], step_groups.scale(info.own_name)) for key, info in infos.items()
-        }
-        for key, parts in blocks.items():
-            for block in parts:
-                block_key = block.key(key)
-                infos[block_key], routes[block_key] = block_info(infos[key], block, block_key), routes[key]
-                group_position[block_key], step_group[block_key] = group_position[key], step_group[key]
-                if tensor_of is not None:
-                    key_tensors[block_key] = key_tensors[key]
-            del infos[key], routes[key], group_position[key], step_group[key]
+        planned_groups = {place: dict(group) for place, group in {**dict(enumerate(param_groups)), **groups}.items()}
+        parameters: dict[str, PlannedParameter] = {}
+        blocks: dict[str, tuple[Block, ...]] = {}
+        key_tensors: dict[str, int] = {}
+        for key, shape in layout.shapes.items():
+            name = self._table.base_name(key)
+            group = self._table.catalog[name][1]
+            position = position_of.get(group, group if group < len(param_groups) else 0)
+            parameters[key] = whole = self._planned(name, position, planned_groups[position])
+            if self._is_cut(name, shape):
+                blocks[key] = self._table.blocks[name]
+                infos = {block.key(key): block_info(whole.info, block, block.key(key)) for block in blocks[key]}
+                parameters |= {block_key: replace(whole, info=info) for block_key, info in infos.items()}
+            if tensor_of is not None:
+                key_tensors |= dict.fromkeys([key, *(block.key(key) for block in blocks.get(key, ()))], tensor_of[name])
+        types = [parameters[entry.key].states for entry in entries] if tensors else []
+        of_empty = self.states_of_empty(tensors, entries, tensor_of or {}, planned_groups, positions)
         return StepUnit(
             tensors=tensors,
-            tensor_groups=[content.group for content in contents],
-            positions=positions,
-            planned_groups={position: dict(group) for position, group in (other_groups | dict(groups)).items()},
+            contents=contents,
             stored=layout,
-            layout=in_blocks(layout, blocks),
+            layout=layout.cut(blocks),
             stored_entries=entries,
-            entries=entries_of_blocks(entries, blocks, infos, routes),
-            states=ElementStates(tensors, entries if tensors else [], spec, dtype, of_empty),
-            key_tensors=key_tensors,
-            infos=infos,
-            routes=routes,
-            group_position=group_position,
-            step_group=step_group,
+            entries=entries_of_blocks(entries, blocks, {key: planned.info for key, planned in parameters.items()}),
+            states=ElementStates(tensors, entries if tensors else [], types, dtype, of_empty),
+            parameters=parameters,
             device=device,
             dtype=dtype,
-            sum_all=self._spec.sums_cover_fallback,
-            cautious=step_groups.cautious,
-            coded=coded,
-            stochastic=self._spec.rounds_stochastically,
+            spec=self._spec,
+            key_tensors=key_tensors,
         )
 
-    def _states_of(self, info: ParameterInfo, route: Route, group: Mapping[str, Any]) -> StateTypes:
-        return self._table.element_states(info, route.rule, group)
+    def _planned(self, name: str, position: int, group: Mapping[str, Any]) -> PlannedParameter:
+        info, rule = self._table.catalog[name][0], self._table.routes[name].rule
+        step_groups = self._spec.step_groups
+        step_group = step_groups.place(position, step_groups.scale(info.own_name))
+        states = self._table.element_states(info, rule, group)
+        return PlannedParameter(info, rule, position, group, step_group, states)
 
     def _refuse_other_parameters(
         self, source: LayoutSource, tensors: Sequence[Tensor], ranks: dist.ProcessGroup | None
@@ -252,11 +224,6 @@ class UnitBuilder:
         if name not in table.blocks or table.routes[name].rule != "matrix":
             return False
         return self._spec.owns_blocks and tuple(shape) == table.catalog[name][0].matrix_shape
-
-
-def _position(group: int, position_of: Mapping[int, int], count: int) -> int:
-    """Where a constructor's group is in ``param_groups`` now; this rank may hold none of its tensors."""
-    return position_of.get(group, group if group < count else 0)
 
 
 def device_and_dtype(tensors: Sequence[Tensor]) -> tuple[torch.device, torch.dtype]:

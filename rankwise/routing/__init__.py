@@ -1,1 +1,1 @@
-"""Which parameter takes which rule: by logical shape, role and pattern."""
+"""Which parameter takes which rule and which rate: by logical shape, role and pattern."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 __all__ = ["FusedShape"]
@@ -44,17 +43,3 @@ class FusedShape:
     def length(self) -> int:
         """Length of the dimension that is cut."""
         return self.groups * sum(size for _, size in self.parts)
-
-    def size(self, name: str) -> int:
-        """Rows of a block over all groups."""
-        return self.groups * sum(size for part, size in self.parts if part == name)
-
-    def runs(self, name: str) -> Iterator[tuple[int, int]]:
-        """Start and end of each run of a block's rows along the dimension, in rising order."""
-        stride = self.length // self.groups
-        for group in range(self.groups):
-            start = group * stride
-            for part, size in self.parts:
-                if part == name:
-                    yield start, start + size
-                start += size

@@ -14,11 +14,11 @@ from rankwise.plan.checkpoint_mismatch import MisfitError
 from rankwise.plan.planner import Planner
 from rankwise.plan.transition import Transition
 from rankwise.saving.checkpoint_fit import in_order_of, same_groups
+from rankwise.saving.state_takeover import StateTakeover, TakeoverTarget, plan_takeover
 from rankwise.states.element_states import States
 from rankwise.states.matrix_states import MatrixState
-from rankwise.states.optimizer_spec import OptimizerSpec
-from rankwise.states.parameter_table import Groups, ParameterTable
-from rankwise.states.state_takeover import MOMENTS, StateTakeover, TakeoverTarget, plan_takeover
+from rankwise.states.optimizer_spec import MOMENTS
+from rankwise.states.parameter_table import Groups
 
 __all__ = ["AdamWStates", "moment_names", "moments_of"]
 
@@ -52,8 +52,8 @@ def moments_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, 
 class AdamWStates:
     """Converts the states of AdamW and Muon to ours, and ours to AdamW's."""
 
-    def __init__(self, spec: OptimizerSpec, table: ParameterTable, planner: Planner) -> None:
-        self._spec, self._table, self._planner = spec, table, planner
+    def __init__(self, planner: Planner) -> None:
+        self._planner, self._spec, self._table = planner, planner.spec, planner.table
 
     def targets(self, groups: Groups) -> dict[str, TakeoverTarget]:
         """All parameters as targets of a takeover, whichever rank holds them; the same on every rank."""
@@ -65,18 +65,21 @@ class AdamWStates:
         return targets
 
     def plan(self, saved: Mapping[str, Mapping[str, tuple[int, ...]]], groups: Groups) -> StateTakeover:
-        """Plan a takeover, see :func:`rankwise.states.state_takeover.plan_takeover`."""
+        """Plan a takeover, see :func:`rankwise.saving.state_takeover.plan_takeover`."""
         return plan_takeover(saved, self.targets(groups))
 
     def record(self, found: StateTakeover, began: int, elsewhere: Collection[str] = ()) -> dict[str, Any]:
-        """Make what :class:`Transition` loads."""
+        """Make what :class:`Transition` loads; an empty record ends an earlier transition."""
         transition = Transition()
         transition.begin(began, self._spec.options.transition_steps, {*found.afresh, *elsewhere})
-        return transition.state_dict()
+        return {"transition": {}, **transition.state_dict()}
 
-    def told(self, found: StateTakeover, author: str) -> str:
-        """Describe a takeover in one line, see :meth:`StateTakeover.told`."""
-        return found.told(self._spec.name, author, self._spec.options.transition_steps)
+    def tell(self, found: StateTakeover, author: str, note: str = "") -> str:
+        """Describe a takeover in one line, on the first rank; see :meth:`StateTakeover.told`."""
+        told = found.told(self._spec.name, author, self._spec.options.transition_steps) + note
+        if self._planner.rank == 0:
+            logger.warning("%s", told)
+        return told
 
     def translated(self, state_dict: Mapping[str, Any], groups: Groups) -> tuple[dict[str, Any], str]:
         """Convert another optimizer's dictionary to one that this optimizer would have written.
@@ -110,9 +113,7 @@ class AdamWStates:
         # Muon counts no steps; where it has states, it counts as one step.
         began = began or int(any(moments.values()))
         found = self.plan(shapes, groups)
-        told = self.told(found, "another optimizer")
-        if self._planner.rank == 0:
-            logger.warning("%s", told)
+        told = self.tell(found, "another optimizer")
         state, param_groups = self._states(found, moments, groups, began)
         record = self.record(found, began)
         return {"state": state, "param_groups": param_groups, "rankwise": owner, "matrix_states": {}, **record}, told

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import TypeVar
 
+from rankwise.saving.state_takeover import listed
 from rankwise.states.optimizer_spec import OptimizerSpec
 from rankwise.states.parameter_table import ParameterTable
 
@@ -57,13 +58,11 @@ class ChangedBlocks:
 
 def start_afresh(weights: Collection[str], states: Collection[str]) -> str:
     """Say that states of weights start afresh."""
-    names = list(weights)
-    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     lost = ", ".join(dict.fromkeys(map(without_blocks, states)))
     return (
-        f"the checkpoint has the states ({lost}) of {listed} for another division of these weights into logical "
-        "matrices (option 'blocks'; \"none\" takes a weight for one matrix): they start afresh. Weights and element "
-        "states go on."
+        f"the checkpoint has the states ({lost}) of {listed(weights)} for another division of these weights into "
+        "logical matrices (option 'blocks'; \"none\" takes a weight for one matrix): they start afresh. Weights and "
+        "element states go on."
     )
 
 

@@ -23,12 +23,10 @@ from rankwise.saving.states_by_parameter import (
     steps_taken,
     without_matrices,
 )
-from rankwise.states.group_values import GroupValues
-from rankwise.states.matrix_states import MatrixState
-from rankwise.states.optimizer_spec import OptimizerSpec
+from rankwise.states.matrix_states import MatrixState, base_name
 from rankwise.states.packed_states import packed_in
 from rankwise.states.param_remainders import REMAINDER
-from rankwise.states.parameter_table import Groups, ParameterTable
+from rankwise.states.parameter_table import Groups
 
 __all__ = ["WRITTEN_BY", "CheckpointFit", "in_order_of", "same_groups", "this_rank"]
 
@@ -88,13 +86,8 @@ def in_order_of(owner: str, state_dict: Mapping[str, Any], ours: Names) -> dict[
 
 def _renamed(states: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
     """Rename the keys of states; the place in a stack is in brackets behind the name and is kept."""
-    renamed = {}
-    for key, state in states.items():
-        name = key
-        while name and name not in names:
-            name = name.rpartition("[")[0]
-        renamed[names[name] + key[len(name) :] if name else key] = state
-    return renamed
+    bases = {key: base_name(key, names) for key in states}
+    return {names[base] + key[len(base) :] if base else key: states[key] for key, base in bases.items()}
 
 
 def _reordered(group: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]:
@@ -112,7 +105,7 @@ def _saved_names(state_dict: Mapping[str, Any]) -> list[list[str | None]]:
         count = len(group["params"])
         recorded = [next(records, {}).get("name") for _ in range(count)]
         listed = list(group.get("param_names") or ())
-        # Checkpoints that were written before the layout had names have a list of names.
+        # torch's own optimizers list the names in the group.
         names.append(listed if None in recorded and len(listed) == count else recorded)
     return names
 
@@ -120,8 +113,8 @@ def _saved_names(state_dict: Mapping[str, Any]) -> list[list[str | None]]:
 class CheckpointFit:
     """Checks whether a state dictionary is one of this optimizer's."""
 
-    def __init__(self, spec: OptimizerSpec, values: GroupValues, table: ParameterTable, planner: Planner) -> None:
-        self._spec, self._values, self._table, self._planner = spec, values, table, planner
+    def __init__(self, planner: Planner) -> None:
+        self._planner, self._spec, self._values, self._table = planner, planner.spec, planner.values, planner.table
 
     def fitted(self, optimizer: Planned, state_dict: dict[str, Any], groups: Groups) -> dict[str, Any]:
         """Convert a dictionary to one that this optimizer would have written; a collective where parameters are cut.
@@ -136,7 +129,7 @@ class CheckpointFit:
             names = [[self._planner.name_of(tensor) for tensor in group["params"]] for group in groups]
             state_dict = self._with_matrices(in_order_of(self._spec.identity, state_dict, names), names)
             self._refuse_unknown_matrices(state_dict)
-            self._refuse_misfits(optimizer, state_dict, groups)
+            self._refuse_other_shapes(optimizer, state_dict, groups)
             state_dict["param_groups"] = self._values.completed(groups, state_dict["param_groups"])
         return state_dict
 
@@ -220,7 +213,16 @@ class CheckpointFit:
                     f"one of {', '.join(names) or 'none'}; load it with the version that wrote it"
                 )
 
-    def _refuse_misfits(self, optimizer: Planned, state_dict: Mapping[str, Any], present: Groups) -> None:
+    def refuse_misfits(self, optimizer: Planned, matrix_states: Mapping[str, MatrixState]) -> None:
+        """Refuse states of other shapes than this rank's matrices have.
+
+        Raises:
+            MisfitError: A state has another shape; the message names the first one.
+        """
+        for unit in self._planner.units.values():
+            refuse_strange(self._spec.identity, unit, matrix_states, optimizer.step_costs(unit).matrix_state)
+
+    def _refuse_other_shapes(self, optimizer: Planned, state_dict: Mapping[str, Any], present: Groups) -> None:
         """Compare the states with this optimizer's parameters, by the options of the saved groups."""
         spec = self._spec
         matrices: Mapping[str, MatrixState] = state_dict.get("matrix_states", {})
@@ -240,8 +242,7 @@ class CheckpointFit:
                     if state in states:
                         check_shape(spec.identity, key, state, states[state].shape, shapes)
         if spec.structures_of(groups) == spec.structures_of(present):
-            for unit in self._planner.units.values():
-                refuse_strange(spec.identity, unit, matrices, optimizer.step_costs(unit).matrix_state)
+            self.refuse_misfits(optimizer, matrices)
 
     def _refuse_misfit(
         self,
@@ -259,7 +260,7 @@ class CheckpointFit:
         # Shapes depend on no type.
         content, kept = self._planner.kept_in(groups, tensor, group, torch.float32)
         whole = self._planner.name_of(tensor)
-        key = whole or ", ".join(part.name for part in content.slices[:3])
+        key = whole or ", ".join(part.key for part in content.slices[:3])
         for name, shape in kept.shapes(0).items():
             if name in states:
                 check_shape(owner, key, name, self._opened_shape(key, name, states[name], record), [shape])
@@ -291,16 +292,16 @@ def _refuse_parts_of_others(owner: str, state_dict: Mapping[str, Any], source: L
 
     A collective where the parameters are parts too; all ranks refuse, if one of them has another one's parts.
     """
-    written = state_dict.get(WRITTEN_BY)
+    written, present = state_dict.get(WRITTEN_BY), this_rank()
+
+    def refuse() -> None:
+        if written is not None and list(written) != present:
+            raise ValueError(
+                f"{owner}: the state dictionary is invalid here, because rank {written[0]} of {written[1]} wrote it: "
+                f"with parts of parameters that rank must load it, but this is rank {present[0]} of {present[1]}; save "
+                "with torch.distributed.checkpoint, from get_optimizer_state_dict, which suits any ranks"
+            )
+
     if written is not None:
         source.connect()
-        gather_together(lambda: _refuse(owner, list(written)), source.group)
-
-
-def _refuse(owner: str, written: list[int]) -> None:
-    if written != this_rank():
-        raise ValueError(
-            f"{owner}: the state dictionary is invalid here, because rank {written[0]} of {written[1]} wrote it: with "
-            "parts of parameters that rank must load it, but this is rank {} of {}; ".format(*this_rank())
-            + "save with torch.distributed.checkpoint, from get_optimizer_state_dict, which suits any ranks"
-        )
+        gather_together(refuse, source.group)

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from rankwise.layout.agreement import gather_together
 from rankwise.layout.dtensors import cut_as, is_sharded
-from rankwise.plan.checkpoint_mismatch import refuse_strange
 from rankwise.plan.planner import Planned, Planner
-from rankwise.plan.step_unit import StepUnit
 from rankwise.plan.unit_builder import dtype_of
 from rankwise.saving.adamw_states import AdamWStates
 from rankwise.saving.changed_blocks import ChangedBlocks
@@ -28,13 +26,11 @@ from rankwise.saving.states_by_parameter import (
     under_parameters,
     without_matrices,
 )
-from rankwise.states.element_states import ElementStates, States, StateTypes
-from rankwise.states.group_values import GroupValues
-from rankwise.states.matrix_states import MatrixState, MatrixStates, kept_by
-from rankwise.states.optimizer_spec import OptimizerSpec
+from rankwise.states.element_states import ElementStates, States
+from rankwise.states.matrix_states import MatrixState, kept_by
 from rankwise.states.packed_states import may_be_packed, packed_in
 from rankwise.states.param_remainders import NARROW, REMAINDER, fit_to_travel
-from rankwise.states.parameter_table import Groups, ParameterTable
+from rankwise.states.parameter_table import Groups
 
 __all__ = ["SavedStates"]
 
@@ -50,22 +46,15 @@ class SavedStates:
         carrier: Tells which states still fit where weights are divided differently.
     """
 
-    def __init__(
-        self,
-        spec: OptimizerSpec,
-        values: GroupValues,
-        table: ParameterTable,
-        planner: Planner,
-        matrix_states: MatrixStates,
-    ) -> None:
-        self._spec, self._table = spec, table
-        self._planner, self._matrix_states = planner, matrix_states
+    def __init__(self, planner: Planner) -> None:
+        self._planner, self._spec, self._table = planner, planner.spec, planner.table
+        self._matrix_states = planner.matrix_states
         self._consolidated: dict[str, MatrixState] | None = None
         self._waiting: dict[str, MatrixState] = {}
         self._told_of_lost_bits = False
-        self.carrier = ChangedBlocks(spec, table)
-        self.fit = CheckpointFit(spec, values, table, planner)
-        self.succession = AdamWStates(spec, table, planner)
+        self.carrier = ChangedBlocks(self._spec, self._table)
+        self.fit = CheckpointFit(planner)
+        self.succession = AdamWStates(planner)
 
     # --- dictionaries -------------------------------------------------------------------------------------------
 
@@ -171,17 +160,30 @@ class SavedStates:
 
     def _opener(self, groups: Groups) -> Callable[[Tensor, Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]:
         """Make a function that opens the packed states of a tensor."""
-        planned, computed = self._places(), _computed(groups)
+        found = self._finder(groups)
 
         def opened(tensor: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
             packed = {name: value for name, value in state.items() if may_be_packed(value)}
             if not packed:
                 return packed
-            unit, index = planned.get(id(tensor), (None, 0))
-            kept = self._planner.kept_in(groups, tensor, group, computed)[1] if unit is None else unit.states
+            _, kept, index = found(tensor, group)
             return {name: kept.opened(index, name, value) for name, value in packed.items()}
 
         return opened
+
+    def _finder(self, groups: Groups) -> Callable[[Tensor, Mapping[str, Any]], tuple[int, ElementStates, int]]:
+        """Make a function that finds a tensor's param group, the layout of its states, and its index there."""
+        planned, computed = self._planner.places(), _computed(groups)
+
+        def found(tensor: Tensor, group: Mapping[str, Any]) -> tuple[int, ElementStates, int]:
+            if id(tensor) in planned:
+                unit, index = planned[id(tensor)]
+                return unit.contents[index].group, unit.states, index
+            # States were loaded, and no step has planned since.
+            content, kept = self._planner.kept_in(groups, tensor, group, computed)
+            return content.group, kept, 0
+
+        return found
 
     @property
     def is_shared(self) -> bool:
@@ -218,41 +220,21 @@ class SavedStates:
                 collected.setdefault(key, {}).setdefault(name, value)
         return collected
 
-    def _places(self) -> dict[int, tuple[StepUnit, int]]:
-        """Unit of each planned tensor and index in it, by the tensor's identity."""
-        units = self._planner.units.values()
-        return {id(tensor): (unit, index) for unit in units for index, tensor in enumerate(unit.tensors)}
-
     def _layout_records(self, result: Mapping[str, Any], groups: Groups) -> list[dict[str, Any]]:
         """Describe what every tensor stores, in plain data, so that a checkpoint can be read on another layout."""
-        planned, computed = self._places(), _computed(groups)
+        found, planned = self._finder(groups), self._planner.places()
+        records = []
         keys = (key for group in result["param_groups"] for key in group["params"])
-        return [
-            self._layout_record(groups, tensor, group, result["state"].get(next(keys)), planned, computed)
-            for group in groups
-            for tensor in group["params"]
-        ]
-
-    def _layout_record(
-        self,
-        groups: Groups,
-        tensor: Tensor,
-        group: Mapping[str, Any],
-        state: Mapping[str, Any] | None,
-        planned: Mapping[int, tuple[StepUnit, int]],
-        computed: torch.dtype,
-    ) -> dict[str, Any]:
-        held = {name: value for name, value in (state or {}).items() if name not in ("step", MATRIX)}
-        name = self._planner.name_of(tensor)
-        named = {} if name is None else {"name": name}
-        if id(tensor) in planned:
-            unit, index = planned[id(tensor)]
-            return {"group": unit.tensor_groups[index], **unit.states.record(held, index), **named}
-        if state is None:
-            return {"group": 0, "runs": [], "states": {}, **named}
-        # States were loaded, and no step has planned since.
-        content, kept = self._planner.kept_in(groups, tensor, group, computed)
-        return {"group": content.group, **kept.record(held, 0), **named}
+        for group in groups:
+            for tensor in group["params"]:
+                state, name = result["state"].get(next(keys)), self._planner.name_of(tensor)
+                record: dict[str, Any] = {"group": 0, "runs": [], "states": {}}
+                if state is not None or id(tensor) in planned:
+                    position, kept, index = found(tensor, group)
+                    held = {key: value for key, value in (state or {}).items() if key not in ("step", MATRIX)}
+                    record = {"group": position, **kept.record(held, index)}
+                records.append(record if name is None else {**record, "name": name})
+        return records
 
     # --- loading ------------------------------------------------------------------------------------------------
 
@@ -363,36 +345,18 @@ class SavedStates:
         self.forget_consolidated()
         units = list(self._planner.units.values())
         matrix_states = self.carrier.carried(matrix_states)
-        self.refuse_misfits(optimizer, matrix_states)
+        self.fit.refuse_misfits(optimizer, matrix_states)
         device = next((unit.device for unit in units), torch.device("cpu"))
         self._matrix_states.load(
             {key: {name: value.to(device) for name, value in state.items()} for key, state in matrix_states.items()}
         )
         for unit in units:
-            for tensor, group_index in zip(unit.tensors, unit.tensor_groups, strict=True):
-                step = steps.get(group_index)
+            for tensor, content in zip(unit.tensors, unit.contents, strict=True):
+                step = steps.get(content.group)
                 if step is not None:
                     states[tensor]["step"] = step.to(device=self._spec.count_device(tensor), copy=True)
 
-    def refuse_misfits(self, optimizer: Planned, matrix_states: Mapping[str, MatrixState]) -> None:
-        """Refuse states of other shapes than this rank's matrices have.
-
-        Raises:
-            MisfitError: A state has another shape; the message names the first one.
-        """
-        for unit in self._planner.units.values():
-            refuse_strange(self._spec.identity, unit, matrix_states, optimizer.step_costs(unit).matrix_state)
-
     # --- where states are stored --------------------------------------------------------------------------------
-
-    def kept_states(self, groups: Groups, name: str) -> StateTypes:
-        """The element states that a parameter's rule keeps, the same on every rank.
-
-        Raises:
-            KeyError: The optimizer has no such parameter.
-        """
-        info, index = self._table.catalog[name]
-        return self._table.element_states(info, self._table.routes[name].rule, groups[index])
 
     def stored_states(
         self, groups: Groups, states: States, tensor: Tensor, name: str, state: str
@@ -402,14 +366,9 @@ class SavedStates:
         Returns:
             The runs of the flattened parameter that ``tensor`` stores: first element, and a 1-D view of the state.
         """
-        place = self._planner.place_of(tensor)
-        if place is not None:
-            unit, index = place
-            return unit.states.of_parameter(states, index, name, state)
-        # States were loaded, and no step has planned since.
-        group = groups[self._planner.source.contents(tensor).group]
-        _, kept = self._planner.kept_in(groups, tensor, group, _computed(groups))
-        return kept.of_parameter(states, 0, name, state)
+        position = self._planner.source.contents(tensor).group
+        _, kept, index = self._finder(groups)(tensor, groups[position])
+        return kept.of_parameter(states, index, name, state)
 
 
 def _computed(groups: Groups) -> torch.dtype:

@@ -16,7 +16,7 @@ __all__ = ["banded_factors"]
 def banded_factors(
     diagonal: Tensor, covariances: Sequence[Tensor] | Tensor, tolerance: float = 0.0
 ) -> tuple[list[Tensor], Tensor]:
-    r"""Factors of the maximum-determinant preconditioner :math:`X = L D L^T` that matches ``H`` on the kept edges.
+    r"""Factors of the preconditioner :math:`X = L D L^T` whose inverse matches ``H`` on the kept edges.
 
     Row ``j`` regresses coordinate ``j`` on the next ones: with :math:`I_j = \{j+1, .., j+b\}`,
 

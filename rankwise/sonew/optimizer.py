@@ -85,8 +85,8 @@ class SONew(ShardedOptimizer):
     r"""Sparsified online Newton (arXiv 2311.10085).
 
     Keeps the covariance of neighbouring gradient entries on a band and steps along ``X m``, ``X`` the positive
-    definite matrix of largest determinant whose inverse agrees with the band. The step takes its length, per parameter,
-    from a graft direction. Vectors take AdamW with the same lr and betas.
+    definite matrix that is zero off the band and whose inverse agrees with the covariance on it. The step takes its
+    length, per parameter, from a graft direction. Vectors take AdamW with the same lr and betas.
 
     Example:
         >>> optimizer = rankwise.SONew(model.named_parameters(), lr=3e-3, band=1)

@@ -1,13 +1,13 @@
 r"""SONew, line by line: "A Computationally Efficient Sparsified Online Newton Method", arXiv 2311.10085.
 
-The preconditioner is the matrix of largest determinant that has the statistics' inverse on a band,
+The preconditioner is zero off a band, and its inverse agrees with the statistics on that band,
 
 .. math:: X_t = \arg\min_{X \succ 0,\; X_{ij} = 0 \text{ off the band}} -\log\det X + \operatorname{tr}(X H_t)
               = L D L^T,
 
-which has a closed form. The length b of ``edges`` makes it diagonal (0), tridiagonal (1) or banded. For b = 1 it is
-psi_j = H_{j,j+1} / H_{j+1,j+1} and s_j = H_jj - psi_j H_{j,j+1}; for any b see
-:func:`rankwise.sonew.banded.banded_factors`.
+which has a closed form. (Of all matrices that agree with H_t on the band, X_t^{-1} has the largest determinant.) The
+length b of ``edges`` makes it diagonal (0), tridiagonal (1) or banded. For b = 1 it is psi_j = H_{j,j+1} / H_{j+1,j+1}
+and s_j = H_jj - psi_j H_{j,j+1}; for any b see :func:`rankwise.sonew.banded.banded_factors`.
 
 ================  ====================================================================================================
 paper             here
@@ -18,6 +18,8 @@ H_t               its diagonal ``d`` and its off-diagonals ``edges``: ``edges[k 
                   i + k is beyond the end; moving averages, where the paper has sums
 m_t               ``m``, which is preconditioned in the place of the gradient
 L, D              ``psi`` and ``s``: the column of L below its diagonal is -psi, and D = 1 / s
+H_0 = epsilon I   ``eps``, added to the bias-corrected diagonal at every step, so that it does not decay
+lambda_t          1; the norm of the graft sets the length of a step
 gamma             ``gamma``, the tolerance of edges; here relative to the variance
 a_t               ``a``, the graft: another rule's direction, whose norm the step takes
 ================  ====================================================================================================
@@ -117,14 +119,18 @@ def direction(
 ) -> Tensor:
     """``u = X m``, of which an entry depends on the b neighbours on either side only.
 
-    Averages without bias correction, with eps c_2 in the place of eps, give u c_1 / c_2.
+    With c = 1 - beta^step, the averages as they are, and eps c_2 in the place of eps, give u c_1 / c_2: the engine uses
+    this to save the passes for bias correction.
     """
     psi, s = banded_factors(d_hat + eps, edges_hat, gamma)
     return apply_factors(psi, s, m_hat)
 
 
 def apply_factors(psi: Sequence[Tensor], s: Tensor, m: Tensor) -> Tensor:
-    """``L D L^T m``: w_j = (m_j - sum_k psi^k_j m_{j+k}) / s_j, then u_i = w_i - sum_k psi^k_{i-k} w_{i-k}."""
+    """``L D L^T m``: y_j = (m_j - sum_k psi^k_j m_{j+k}) / s_j, then u_i = y_i - sum_k psi^k_{i-k} y_{i-k}.
+
+    ``y``, which is D L^T m, is ``whitened``. An s_j of 0 means that coordinate j and eps are 0: its y_j is 0.
+    """
     residual = m.clone()
     for k, coefficient in enumerate(psi, start=1):
         residual[..., :-k] -= coefficient[..., :-k] * m[..., k:]

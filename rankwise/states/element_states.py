@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -11,15 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rankwise.intervals import Run
 from rankwise.kernels.graphs import refuse_capture
 from rankwise.kernels.low_precision_runs import BLOCK, blocks_of, is_coded
-from rankwise.kernels.run_views import RunPlace, RunPlan, RunViews
+from rankwise.kernels.run_views import RunPlan, RunViews, TensorRuns
 from rankwise.layout.dtensors import PLAIN, is_sharded, local_view, sharded_like
 from rankwise.layout.layout_source import real_view
 from rankwise.states.entries import Entry, PlannedEntries
 from rankwise.states.packed_states import PackedLayout, PackedValues, StateRun
 
-__all__ = ["CodesPlan", "ElementStates", "EntryRuns", "StateTypes", "States", "offset_runs"]
+__all__ = ["CodesPlan", "ElementStates", "StateTypes", "States", "offset_runs"]
 
 StateTypes = Mapping[str, torch.dtype | None]
 """Type of every element state by name, in codes or wider; None means the type of the computation."""
@@ -34,14 +35,14 @@ class _Slot:
 
     Attributes:
         dtype: Type of the state; of a packed state, its type when opened.
-        compact_numel: Elements of a compact state, else None.
+        is_compact: Whether only some of the entries keep it.
         numel: Elements of the state, compact or not.
         offsets: Offsets of the entries' parts, by the entries' index.
         packed: Layout of a state that is kept in codes, or in several types; else None.
     """
 
     dtype: torch.dtype
-    compact_numel: int | None
+    is_compact: bool
     numel: int
     offsets: Mapping[int, int]
     packed: PackedLayout | None = None
@@ -54,33 +55,7 @@ def _slot(numel: int, compact: bool, offsets: Mapping[int, int], runs: Sequence[
     narrowest = min(types, key=lambda dtype: dtype.itemsize)
     packed = PackedLayout(narrowest, numel, runs) if len(types) > 1 or is_coded(narrowest) else None
     dtype = narrowest if packed is None else packed.opened_type
-    return _Slot(dtype, numel if compact else None, numel, offsets, packed)
-
-
-class EntryRuns(NamedTuple):
-    """Where runs of entries lie.
-
-    Attributes:
-        tensors: Indices in the unit of the tensors that have runs, in the order of the runs.
-        runs: The runs in these tensors.
-    """
-
-    tensors: tuple[int, ...]
-    runs: RunPlan
-
-
-class _StateRuns(NamedTuple):
-    """Where runs of entries lie in a state.
-
-    Attributes:
-        tensors: Indices in the unit of the tensors that have runs, in their order; one of several types may repeat.
-        types: Types as which packed states are viewed; None where a state is not packed.
-        runs: The runs in these tensors.
-    """
-
-    tensors: tuple[int, ...]
-    types: tuple[torch.dtype | None, ...]
-    runs: RunPlan
+    return _Slot(dtype, compact, numel, offsets, packed)
 
 
 class CodesPlan(NamedTuple):
@@ -97,27 +72,9 @@ class CodesPlan(NamedTuple):
     exponents: RunPlan
 
 
-def _runs_of_entries(
-    entries: Iterable[Entry],
-    first: Callable[[Entry], int],
-    kind: Callable[[Entry], torch.dtype | None] = lambda entry: None,
-) -> _StateRuns:
-    """Plan views of entries, from ``first`` of their flat tensors; ``kind`` tells types where a tensor has several."""
-    tensors: list[tuple[int, torch.dtype | None]] = []
-    places: list[list[RunPlace]] = []
-    for entry in entries:
-        shard, dtype = entry.shard, kind(entry)
-        if not tensors or tensors[-1] != (shard.tensor, dtype):
-            tensors.append((shard.tensor, dtype))
-            places.append([])
-        places[-1].append(RunPlace(first(entry), shard.numel, shard.spread))
-    return _StateRuns(tuple(tensor for tensor, _ in tensors), tuple(dtype for _, dtype in tensors), RunPlan(places))
-
-
-def offset_runs(entries: Iterable[Entry]) -> EntryRuns:
+def offset_runs(entries: Iterable[Entry]) -> TensorRuns[int]:
     """Plan views of entries in weights and gradients."""
-    planned = _runs_of_entries(entries, lambda entry: entry.shard.offset)
-    return EntryRuns(planned.tensors, planned.runs)
+    return TensorRuns.of((entry.shard.tensor, entry.shard.stored(entry.shard.offset)) for entry in entries)
 
 
 class ElementStates:
@@ -181,20 +138,24 @@ class ElementStates:
                 self._flat(states, index, name)
                 if kind is None
                 else PackedLayout.as_type(self._packed(states, index, name), kind)
-                for index, kind in zip(planned.tensors, planned.types, strict=True)
+                for index, kind in planned.tensors
             ]
         )
 
-    def _plan(self, name: str, entries: Iterable[Entry]) -> _StateRuns:
+    def _plan(self, name: str, entries: Iterable[Entry]) -> TensorRuns[tuple[int, torch.dtype | None]]:
+        """Plan views of entries in a state; a packed one is viewed as another type for each type that it keeps."""
+
         def kind(entry: Entry) -> torch.dtype | None:
             packed = self._slots[entry.shard.tensor][name].packed is not None
-            return self.type_of(name, entry if entry.stored is None else entry.stored) if packed else None
+            return self.type_of(name, entry) if packed else None
 
-        return _runs_of_entries(entries, lambda entry: self._first(entry, name), kind)
+        return TensorRuns.of(
+            ((entry.shard.tensor, kind(entry)), entry.shard.stored(self._first(entry, name))) for entry in entries
+        )
 
     def type_of(self, name: str, entry: Entry) -> torch.dtype:
-        """Type in which a stored entry keeps a state: that of the codes, where it is kept in codes."""
-        return self._spec[entry.index][name] or self._dtype
+        """Type in which an entry's state is kept: that of the codes, where it is kept in codes."""
+        return self._spec[entry.stored.index][name] or self._dtype
 
     def type_now(self, name: str, entry: Entry, state: Tensor) -> torch.dtype:
         """Type of a stored entry's part of a state at the moment: the state may be opened."""
@@ -213,22 +174,18 @@ class ElementStates:
             name: Name of the state.
             parts: Parts in the order of the tensors; each begins with a block, or where its entry does.
         """
-        tensors: list[int] = []
-        codes: list[list[RunPlace]] = []
-        exponents: list[list[RunPlace]] = []
+        codes: list[tuple[int, Run]] = []
+        exponents: list[tuple[int, Run]] = []
         for entry, part in parts:
             index, start = entry.shard.tensor, entry.shard.start
             slot = self._slots[index][name]
             assert slot.packed is not None
-            if not tensors or tensors[-1] != index:
-                tensors.append(index)
-                codes.append([])
-                exponents.append([])
             offset, numel = slot.offsets[entry.index], part.stop - part.start
             block = slot.packed.exponents[offset] + (start + part.start) // BLOCK - start // BLOCK
-            codes[-1].append(RunPlace(offset + part.start, numel))
-            exponents[-1].append(RunPlace(block, blocks_of(start + part.start, numel)))
-        return CodesPlan(tuple(tensors), RunPlan(codes), RunPlan(exponents))
+            codes.append((index, Run(offset + part.start, numel)))
+            exponents.append((index, Run(block, blocks_of(start + part.start, numel))))
+        tensors, planned = TensorRuns.of(codes)
+        return CodesPlan(tensors, planned, TensorRuns.of(exponents).runs)
 
     def allocate(self, states: States, index: int) -> None:
         """Make the states that one tensor does not have yet, in the form that steps change."""
@@ -285,7 +242,7 @@ class ElementStates:
         return stored if stored.dim() == 1 else stored.view(-1)
 
     def _first(self, entry: Entry, name: str) -> int:
-        slot, stored = self._slots[entry.shard.tensor][name], entry if entry.stored is None else entry.stored
+        slot, stored = self._slots[entry.shard.tensor][name], entry.stored
         offset = slot.offsets[stored.index]
         first = offset if slot.packed is None else slot.packed.firsts[offset]
         return first + entry.shard.offset - stored.shard.offset
@@ -304,23 +261,27 @@ class ElementStates:
         """
         owner, kept = self._tensors[index], states[self._tensors[index]]
         for name, slot in self._slots[index].items():
-            if name not in kept:
-                continue
-            state = kept[name]
-            if not isinstance(state, Tensor):
-                fault = "is no tensor"
-            elif slot.packed is not None and slot.packed.fits(state):
-                continue
-            else:
-                local = local_view(state)
-                shapes = (self._local_shape(owner, slot), (slot.numel,))
-                if tuple(local.shape) in shapes and not is_coded(local.dtype):
-                    continue
-                fault = f"has the shape {tuple(local.shape)}"
-            raise RuntimeError(
-                f"{what.format(name)} {fault}, but must have {self._shape(owner, slot)}: it was replaced since the "
-                f"optimizer was built; put the state of that shape back, or, {fix}"
-            )
+            if name in kept:
+                self._refuse_unfit(kept[name], owner, slot, what.format(name), fix)
+
+    @classmethod
+    def _refuse_unfit(
+        cls, state: Any, owner: Tensor, slot: _Slot, what: str, fix: str = "build a new optimizer"
+    ) -> None:
+        if not isinstance(state, Tensor):
+            fault = "is no tensor"
+        elif slot.packed is not None and slot.packed.fits(state):
+            return
+        else:
+            local = local_view(state)
+            # Codes of another layout cannot be read.
+            if tuple(local.shape) in (cls._local_shape(owner, slot), (slot.numel,)) and not is_coded(local.dtype):
+                return
+            fault = f"has the shape {tuple(local.shape)}"
+        raise RuntimeError(
+            f"{what} {fault}, but must have {cls._shape(owner, slot)}: it was replaced since the optimizer was built; "
+            f"put the state of that shape back, or, {fix}"
+        )
 
     def lay_in_rows(self, states: States, index: int) -> None:
         """Make states contiguous, as :meth:`views` expects them; users may have put others there."""
@@ -356,7 +317,7 @@ class ElementStates:
         refuse_capture(owner.device, "the first step with states of another type")
         if slot.packed is not None and slot.packed.fits(stored):
             stored = slot.packed.opened(stored, self._local_shape(owner, slot))
-        self._refuse_other_shape(stored, owner, name, slot)
+        self._refuse_unfit(stored, owner, slot, f"the state {name!r} of a parameter")
         return stored.to(owner.device, slot.dtype)
 
     def _packed(self, states: States, index: int, name: str) -> Tensor:
@@ -369,20 +330,10 @@ class ElementStates:
             if kept is None:
                 kept = layout.fresh(owner.device)
             elif not layout.fits(kept):
-                kept = local_view(kept)
-                self._refuse_other_shape(kept, owner, name, slot)
-                kept = layout.packed(kept.reshape(-1))
+                self._refuse_unfit(kept, owner, slot, f"the state {name!r} of a parameter")
+                kept = layout.packed(local_view(kept).reshape(-1))
             kept = state[name] = kept.to(owner.device)
         return kept
-
-    def _refuse_other_shape(self, state: Tensor, owner: Tensor, name: str, slot: _Slot) -> None:
-        # Codes of another layout cannot be read.
-        if state.numel() != slot.numel or is_coded(state.dtype):
-            raise RuntimeError(
-                f"the state {name!r} of a parameter has the shape {tuple(state.shape)}, but must have "
-                f"{self._shape(owner, slot)}: it was replaced since the optimizer was built; build a new optimizer, or "
-                "put the state of that shape back"
-            )
 
     @classmethod
     def _local_shape(cls, owner: Tensor, slot: _Slot) -> tuple[int, ...]:
@@ -390,7 +341,7 @@ class ElementStates:
 
     @staticmethod
     def _shape(owner: Tensor, slot: _Slot) -> tuple[int, ...]:
-        return tuple(real_view(owner).shape) if slot.compact_numel is None else (slot.compact_numel,)
+        return (slot.numel,) if slot.is_compact else tuple(real_view(owner).shape)
 
     def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
         """Shapes of all states of one tensor."""
@@ -402,13 +353,6 @@ class ElementStates:
         slot = self._slots[entry.shard.tensor].get(name)
         return None if slot is None else slot.offsets.get(entry.index)
 
-    def to_fill(self, states: States, index: int) -> list[tuple[Entry, dict[str, Tensor | PackedValues]]]:
-        """The entries in one tensor with the memory that their states are to be written to; packed ones stay packed."""
-        return [
-            (entry, {name: self._place(states, name, entry) for name in self._spec[entry.index]})
-            for entry in self._by_tensor[index]
-        ]
-
     def _place(self, states: States, name: str, entry: Entry) -> Tensor | PackedValues:
         index, slot = entry.shard.tensor, self._slots[entry.shard.tensor][name]
         if slot.packed is None:
@@ -416,10 +360,14 @@ class ElementStates:
         kept = self._packed(states, index, name)
         return PackedValues(kept, slot.packed, slot.offsets[entry.index], entry.shard.numel)
 
-    def of_entries(self, states: States, index: int) -> list[tuple[Entry, dict[str, Tensor]]]:
-        """The entries in one tensor with views of their opened states, which are allocated if need be."""
+    def of_entries(self, states: States, index: int, closed: bool = False) -> list[tuple[Entry, dict[str, Any]]]:
+        """The entries in one tensor with views of their states, which are allocated if need be.
+
+        Packed states are opened, or stay packed and :class:`PackedValues` stand for them, if ``closed``.
+        """
+        place = self._place if closed else self._open_view
         return [
-            (entry, {name: self._open_view(states, name, entry) for name in self._spec[entry.index]})
+            (entry, {name: place(states, name, entry) for name in self._spec[entry.index]})
             for entry in self._by_tensor[index]
         ]
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from rankwise.intervals import Interval
 from rankwise.layout.fused_blocks import Block, cut_into_blocks
 from rankwise.layout.layout import Shard
 from rankwise.layout.layout_source import Slice, TensorContents
@@ -28,14 +29,19 @@ class Entry:
         shard: Where the shard lies.
         info: Description of the parameter, or of its block.
         route: The rule that it takes.
-        stored: The entry that keeps the states, of which this one is a piece; None where this one keeps them.
+        whole: The entry that keeps the states, of which this one is a piece; None where this one keeps them.
     """
 
     index: int
     shard: Shard
     info: ParameterInfo
     route: Route
-    stored: Entry | None = None
+    whole: Entry | None = None
+
+    @property
+    def stored(self) -> Entry:
+        """The entry that keeps the states."""
+        return self if self.whole is None else self.whole
 
     @property
     def key(self) -> str:
@@ -74,17 +80,14 @@ def cut_into_entries(
     entries: list[Entry] = []
     for tensor, content in enumerate(contents):
         for piece in content.slices:
-            info, chosen = infos[piece.name], routes[piece.name]
+            info, chosen = infos[piece.key], routes[piece.key]
             for shard in _shards(piece, tensor, info, chosen):
                 entries.append(Entry(len(entries), shard, info, chosen))
     return entries
 
 
 def entries_of_blocks(
-    stored: list[Entry],
-    blocks: Mapping[str, Sequence[Block]],
-    infos: Mapping[str, ParameterInfo],
-    routes: Mapping[str, Route],
+    stored: list[Entry], blocks: Mapping[str, Sequence[Block]], infos: Mapping[str, ParameterInfo]
 ) -> list[Entry]:
     """Cut stored entries into the pieces of blocks that matrix rules see; the same list where no weight is fused."""
     if not blocks:
@@ -93,7 +96,7 @@ def entries_of_blocks(
     for entry in stored:
         for piece in cut_into_blocks(entry.shard, blocks.get(entry.key, ())):
             info = infos[piece.key] if piece is not entry.shard else entry.info
-            entries.append(Entry(len(entries), piece, info, routes[piece.key], entry))
+            entries.append(Entry(len(entries), piece, info, entry.route, entry))
     return entries
 
 
@@ -101,13 +104,12 @@ def _shards(piece: Slice, tensor: int, info: ParameterInfo, chosen: Route) -> It
     if piece.start == piece.end:
         return
     if chosen.rule != "matrix" or len(info.shape) != 3:
-        yield Shard(piece.name, info.shape, piece.start, piece.end, tensor, piece.offset, piece.columns, piece.copy)
+        yield Shard(**vars(piece), shape=info.shape, tensor=tensor)
         return
     rows, width = info.matrix_shape[0], info.matrix_shape[-1]
     size = rows * (width if piece.columns is None else piece.columns[1] - piece.columns[0])
     for index in range(piece.start // size, (piece.end - 1) // size + 1):
         first = index * size
-        start, end = max(piece.start, first), min(piece.end, first + size)
-        offset = piece.offset + start - piece.start
-        place = (start - first, end - first, tensor, offset)
-        yield Shard(f"{piece.name}[{index}]", info.matrix_shape, *place, piece.columns, piece.copy)
+        held = Interval(piece.start, piece.end).common(first, first + size)
+        place = (*held.shifted(-first), piece.offset + held.start - piece.start, piece.columns, piece.copy)
+        yield Shard(f"{piece.key}[{index}]", *place, shape=info.matrix_shape, tensor=tensor)

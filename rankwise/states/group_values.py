@@ -15,8 +15,8 @@ from rankwise.options.checks import plain_number
 from rankwise.options.fields import Options
 from rankwise.options.hints import ADVICE, LEFT_OVER, OPTION_WORDS, hint_for, nearest, shown
 from rankwise.options.validation import OptionError, called
+from rankwise.routing.step_groups import peak_of
 from rankwise.states.optimizer_spec import OptimizerSpec
-from rankwise.states.step_groups import peak_of
 
 __all__ = ["GroupValues"]
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rankwise.comm.owner_plan import MatrixTask
 from rankwise.kernels.dispatch import quantization_for
 from rankwise.kernels.low_precision_runs import LowPrecisionRuns, is_coded
 
-__all__ = ["MatrixState", "MatrixStates", "keep_narrow_", "kept_by"]
+__all__ = ["InitialStates", "MatrixState", "MatrixStates", "base_name", "keep_narrow_", "kept_by"]
 
 MatrixState = dict[str, Tensor]
+InitialStates = Callable[[MatrixTask, torch.device], MatrixState]
+"""The states of a matrix before its first step; see :class:`rankwise.plan.step_costs.StepCosts`."""
 _NOBODY: Mapping[tuple[str, str], int] = {}
 
 
@@ -97,6 +100,13 @@ class MatrixStates(dict[str, MatrixState]):
     def nbytes(self) -> int:
         """Bytes of all states in use."""
         return sum(map(self.bytes_of, self))
+
+
+def base_name(key: str, names: Container[str]) -> str:
+    """The name that the key of a matrix begins with, before brackets; empty if there is none."""
+    while key and key not in names:
+        key = key.rpartition("[")[0]
+    return key
 
 
 def kept_by(

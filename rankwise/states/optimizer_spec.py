@@ -15,11 +15,13 @@ from rankwise.kernels.low_precision_runs import ROOT, SIGNED
 from rankwise.options.fields import Options
 from rankwise.options.validation import called_or
 from rankwise.routing.roles import ParameterInfo, Route, RoutingPolicy, Rule
+from rankwise.routing.step_groups import StepGroups
 from rankwise.states.element_states import StateTypes
-from rankwise.states.state_takeover import MOMENTS
-from rankwise.states.step_groups import StepGroups
 
-__all__ = ["OptimizerSpec"]
+__all__ = ["MOMENTS", "OptimizerSpec"]
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Averages of the gradient and of its square, under AdamW's names; Muon has the first one."""
 
 FEWEST_CODED = 4096
 """Elements that a parameter must have for its states to be kept in codes; smaller ones take little memory."""

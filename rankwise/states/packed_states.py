@@ -10,7 +10,7 @@ changed stay the same.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, reduce
 from math import prod
@@ -22,15 +22,7 @@ from torch import Tensor
 from rankwise.kernels.low_precision_runs import BLOCK, ROOT, SIGNED, LowPrecisionRuns, blocks_of, is_coded, is_narrow
 from rankwise.kernels.quantization import decode_, encode_
 
-__all__ = [
-    "OPENED",
-    "PackedLayout",
-    "StateRun",
-    "PackedValues",
-    "may_be_packed",
-    "packed_in",
-    "values_of",
-]
+__all__ = ["OPENED", "PackedLayout", "StateRun", "PackedValues", "may_be_packed", "packed_in", "values_of"]
 
 OPENED = {SIGNED: torch.bfloat16, ROOT: torch.float32}
 """Types of opened states, by the type of the codes."""
@@ -130,17 +122,13 @@ class PackedLayout:
             dtype: Type of the opened state; None: the narrowest that represents all values.
         """
         result = torch.zeros(tuple(shape), dtype=dtype or self.opened_type, device=kept.device)
-        flat = result.view(-1)
-        for portion in self._portions():
-            for run, first, numel in portion:
-                start = run.offset + first
-                self.read(kept, start, flat[start : start + numel])
+        self.read(kept, 0, result.view(-1))
         return result
 
     def packed_again(self, theirs: Tensor, layout: PackedLayout, device: torch.device) -> Tensor:
         """Pack by this layout what another one, of as many elements, has packed; opens a portion at a time."""
         kept = self.fresh(device)
-        for portion in self._portions():
+        for portion in self._portions(0, self.size):
             pieces = []
             for run, first, numel in portion:
                 wide = torch.promote_types(layout.opened_type, torch.float32)
@@ -152,25 +140,15 @@ class PackedLayout:
 
     def read(self, kept: Tensor, start: int, values: Tensor) -> None:
         """Fill 1-D values with the elements from ``start`` on; elements in no run are left as they are."""
-        end = start + values.numel()
-        index = max(bisect_right(self._offsets, start) - 1, 0)
-        decoded: list[Tensor] = []
-        coded: list[tuple[StateRun, int, int]] = []
-        while index < len(self.runs) and self.runs[index].offset < end:
-            run = self.runs[index]
-            low, high = max(start, run.offset), min(end, run.offset + run.numel)
-            index += 1
-            if low >= high:
-                continue
-            part, first = values[low - start : high - start], low - run.offset
-            if is_coded(run.dtype):
-                decoded.append(part)
-                coded.append((run, first, high - low))
-            else:
-                place = self.firsts[run.offset] + first
-                part.copy_(self.as_type(kept, run.dtype)[place : place + high - low])
-        if coded:
-            decode_(decoded, self._codes(kept, coded))
+        for portion in self._portions(start, start + values.numel()):
+            parts = [(piece, values[piece[0].offset + piece[1] - start :][: piece[2]]) for piece in portion]
+            coded = [(piece, part) for piece, part in parts if is_coded(piece[0].dtype)]
+            for (run, first, numel), part in parts:
+                if not is_coded(run.dtype):
+                    place = self.firsts[run.offset] + first
+                    part.copy_(self.as_type(kept, run.dtype)[place : place + numel])
+            if coded:
+                decode_([part for _, part in coded], self._codes(kept, [piece for piece, _ in coded]))
 
     def write(self, kept: Tensor, start: int, values: Tensor) -> None:
         """Store the values of the run that begins at ``start``, rounded to the nearest."""
@@ -196,15 +174,15 @@ class PackedLayout:
     def _offsets(self) -> list[int]:
         return [run.offset for run in self.runs]
 
-    def _portions(self) -> Iterator[list[tuple[StateRun, int, int]]]:
-        """Cut runs into portions of whole blocks: run, first element, number of elements."""
+    def _portions(self, start: int, end: int) -> Iterator[list[tuple[StateRun, int, int]]]:
+        """Cut what runs have of [start, end) into portions of whole blocks: run, first element, number of elements."""
         portion: list[tuple[StateRun, int, int]] = []
         size = 0
-        for run in self.runs:
-            first = 0
-            while first < run.numel:
+        for run in self.runs[max(bisect_right(self._offsets, start) - 1, 0) : bisect_left(self._offsets, end)]:
+            first, last = max(start - run.offset, 0), min(end - run.offset, run.numel)
+            while first < last:
                 # A portion ends with a block of the parameter.
-                numel = min(run.numel - first, _AT_ONCE - (run.first + first) % BLOCK)
+                numel = min(last - first, _AT_ONCE - (run.first + first) % BLOCK)
                 if portion and size + numel > _AT_ONCE:
                     yield portion
                     portion, size = [], 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ __all__ = [
     "NARROW",
     "REMAINDER",
     "fit_to_travel",
-    "forget_remainders",
     "refuse_other_types",
     "refuse_unless_narrow",
     "refuse_wide_copies",
@@ -88,13 +86,6 @@ def refuse_wide_copies(owner: str, stored: Mapping[str, Tensor], parameters: Map
 def fit_to_travel(remainder: Tensor) -> Tensor:
     """Convert a remainder for a dictionary that torch may broadcast or gather: gloo and NCCL know no int16."""
     return sharded_like(remainder, local_view(remainder).int())
-
-
-def forget_remainders(states: Iterable[Mapping[str, Any]]) -> None:
-    """Set the remainders in states to zero, after others have replaced the weights."""
-    for state in states:
-        if REMAINDER in state:
-            local_view(state[REMAINDER]).zero_()
 
 
 def _word(dtype: torch.dtype) -> str:

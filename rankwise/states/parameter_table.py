@@ -21,6 +21,7 @@ from rankwise.routing.patterns import are_checked_later, refuse_unmatched, unmat
 from rankwise.routing.roles import ParameterInfo, Role, Route, Rule, describe, info_of, recall, route
 from rankwise.routing.stored_shapes import parts_by_name, transposed_by_name
 from rankwise.states.element_states import StateTypes
+from rankwise.states.matrix_states import base_name
 from rankwise.states.optimizer_spec import OptimizerSpec
 from rankwise.states.param_remainders import NARROW, REMAINDER, refuse_other_types
 
@@ -184,9 +185,7 @@ class ParameterTable:
 
     def base_name(self, key: str) -> str:
         """Name of the parameter that a key, or the slice or matrix of it, belongs to; empty if there is none."""
-        while key and key not in self.catalog:
-            key = key.rpartition("[")[0]
-        return key
+        return base_name(key, self.catalog)
 
     def matrix_info(self, key: str) -> ParameterInfo | None:
         """Description of the matrix that has states under a key; None for slices, and for unknown keys."""

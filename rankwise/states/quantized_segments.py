@@ -46,7 +46,7 @@ class Segments:
 
 def part_in_stored(entry: Entry) -> slice:
     """Elements that an entry has of the one that keeps its states, if it is stored without gaps."""
-    first = 0 if entry.stored is None else entry.shard.offset - entry.stored.shard.offset
+    first = entry.shard.offset - entry.stored.shard.offset
     return slice(first, first + entry.shard.numel)
 
 

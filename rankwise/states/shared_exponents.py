@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.comm.message_format import Traffic
-from rankwise.kernels.low_precision_runs import BLOCK
+from rankwise.kernels.low_precision_runs import BLOCK, is_coded
 from rankwise.layout.indices import DeviceIndices
 from rankwise.layout.layout import Layout, Shard
+from rankwise.states.element_states import StateTypes
 
 __all__ = ["ExponentPlace", "SharedExponents"]
 
@@ -42,20 +43,21 @@ class SharedExponents:
 
     Args:
         layout: What all ranks store.
-        coded: States in codes, by key, for all keys; the same on every rank.
+        types: Types of the element states, by key, for all keys; the same on every rank.
         indices: Puts indices on the device.
         traffic: Counts what is sent.
     """
 
     def __init__(
-        self, layout: Layout, coded: Mapping[str, Sequence[str]], indices: DeviceIndices, traffic: Traffic
+        self, layout: Layout, types: Mapping[str, StateTypes], indices: DeviceIndices, traffic: Traffic
     ) -> None:
         self._group, self._indices, self._traffic = layout.group, indices, traffic
         self._rows: dict[ExponentPlace, int] = {}
         self._travels = False
         for key in layout.shapes:
-            for copy, members in layout.copies[key].items() if coded.get(key) else ():
-                self._enter(key, copy, members, coded[key])
+            coded = [state for state, dtype in types[key].items() if is_coded(dtype)]
+            for copy, members in layout.copies[key].items() if coded else ():
+                self._enter(key, copy, members, coded)
 
     def _enter(self, key: str, copy: int, members: Sequence[tuple[int, Shard]], states: Sequence[str]) -> None:
         ends: dict[tuple[int, int] | None, dict[int, int]] = {}

@@ -16,10 +16,7 @@ from rankwise.plan.planner import Planner
 from rankwise.plan.step_unit import StepUnit
 from rankwise.plan.transition import Transition
 from rankwise.states.element_states import States
-from rankwise.states.matrix_states import MatrixStates
-from rankwise.states.optimizer_spec import OptimizerSpec
 from rankwise.states.param_remainders import REMAINDER
-from rankwise.states.parameter_table import ParameterTable
 
 __all__ = ["MARKED", "FollowedStates"]
 
@@ -42,26 +39,16 @@ class FollowedStates:
     matrix states do not belong. A step that finds the same objects as the last one did asks no further.
 
     Args:
-        spec: Which rules keep matrix states.
-        table: The parameters.
-        planner: Knows tensors by their names.
-        matrix_states: The optimizer's.
+        planner: Knows the parameters, and their tensors.
         transition: What is fresh takes no part in it.
 
     Attributes:
         counts: Those of the last steps, by their tensors.
     """
 
-    def __init__(
-        self,
-        spec: OptimizerSpec,
-        table: ParameterTable,
-        planner: Planner,
-        matrix_states: MatrixStates,
-        transition: Transition,
-    ) -> None:
-        self._spec, self._table, self._planner = spec, table, planner
-        self._matrix_states, self._transition = matrix_states, transition
+    def __init__(self, planner: Planner, transition: Transition) -> None:
+        self._planner, self._transition = planner, transition
+        self._spec, self._table, self._matrix_states = planner.spec, planner.table, planner.matrix_states
         self._rounds = 0
         self.counts: dict[Tensor, Tensor] = {}
         self._names: dict[Tensor, frozenset[str]] = {}
@@ -69,13 +56,9 @@ class FollowedStates:
     # --- all states ---------------------------------------------------------------------------------------------
 
     def accept(self, states: States) -> None:
-        """Take the present states for this optimizer's: they have been loaded, with those of matrices."""
+        """Take the present states for this optimizer's: they have been loaded or dropped, with those of matrices."""
         self.counts = {tensor: own["step"] for tensor, own in states.items() if "step" in own}
         self._names = {}
-
-    def forget(self) -> None:
-        """There are no states any more."""
-        self.counts, self._names = {}, {}
 
     def is_reset(self, states: States) -> bool:
         """Whether a user has removed all states there were."""
@@ -153,10 +136,6 @@ class FollowedStates:
             self._take_up(unit, states, at)
             seen[at] = tuple(map(id, states[tensors[at]].values()))
         return self._begin(unit, states, fresh) if fresh else []
-
-    def note(self, states: States, tensors: Iterable[Tensor]) -> None:
-        """Know the states of tensors that take their first step by the counts that they have got."""
-        self.counts.update((tensor, states[tensor]["step"]) for tensor in tensors)
 
     def _judge(self, unit: StepUnit, states: States, at: int) -> None:
         tensor, own = unit.tensors[at], states[unit.tensors[at]]

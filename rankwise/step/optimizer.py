@@ -15,39 +15,33 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rankwise.comm.message_format import Traffic
-from rankwise.comm.owner_plan import MatrixTask
 from rankwise.kernels import graphs
 from rankwise.kernels.surroundings import undisturbed
 from rankwise.layout.even_cuts import EvenCuts
 from rankwise.layout.layout_source import LayoutSource, TensorContents
 from rankwise.options.fields import Options
 from rankwise.options.validation import OptionError, called_or
-from rankwise.plan.checkpoint_mismatch import InitialStates
 from rankwise.plan.group_changes import GroupChanges
 from rankwise.plan.planner import Planner
 from rankwise.plan.step_costs import StepCosts
 from rankwise.plan.step_unit import Bucket, StepUnit
 from rankwise.plan.transition import Transition
+from rankwise.routing.given_parameters import refuse_given_twice
 from rankwise.routing.roles import annotated_modules
+from rankwise.routing.step_groups import PEAK, rate_of
 from rankwise.saving.saved_states import SavedStates
 from rankwise.states.element_states import StateTypes
-from rankwise.states.given_parameters import refuse_given_twice
 from rankwise.states.group_values import GroupValues
 from rankwise.states.matrix_states import MatrixState, MatrixStates
 from rankwise.states.optimizer_spec import OptimizerSpec
 from rankwise.states.param_remainders import refuse_unless_narrow
 from rankwise.states.parameter_table import ParameterTable
-from rankwise.states.step_groups import PEAK, rate_of
 from rankwise.step.followed_states import MARKED, FollowedStates
 from rankwise.step.reports import Explanation, Reports, health_of
 from rankwise.step.undo import Undo
 from rankwise.step.working_tensors import WorkingTensors, are_deferred
 
 __all__ = ["ShardedOptimizer", "living_optimizers"]
-
-
-def _as_dict(initial: InitialStates, task: MatrixTask, device: torch.device) -> MatrixState:
-    return dict(initial(task, device))
 
 
 def _rule_of(kind: type) -> str:
@@ -121,12 +115,12 @@ class ShardedOptimizer(Optimizer, ABC):
         self.values = GroupValues(spec, self.defaults)
         self.undo = Undo(spec, self.matrix_states, self.health)
         self.planner = Planner(spec, self.table, self.values, self.matrix_states, self.undo.settle)
-        self.group_changes = GroupChanges(spec, self.values, self.table, self.planner, self.matrix_states)
+        self.group_changes = GroupChanges(self.planner)
         self.transition = Transition()
-        self.followed = FollowedStates(spec, self.table, self.planner, self.matrix_states, self.transition)
-        self.working_tensors = WorkingTensors(spec, self.planner, self.transition, self.followed)
-        self.saved = SavedStates(spec, self.values, self.table, self.planner, self.matrix_states)
-        self.reports = Reports(spec, self.table, self.planner, self.matrix_states, self.health)
+        self.followed = FollowedStates(self.planner, self.transition)
+        self.working_tensors = WorkingTensors(self.planner, self.transition, self.followed)
+        self.saved = SavedStates(self.planner)
+        self.reports = Reports(self.planner, self.health)
         for index, group in enumerate(self.param_groups):
             self.values.validate(group)
             self._take_in(index)
@@ -235,7 +229,7 @@ class ShardedOptimizer(Optimizer, ABC):
 
     @property
     def step_groups(self) -> Sequence[dict[str, Any]]:
-        """Views of the param groups that a step reads, see :class:`rankwise.states.step_groups.StepGroups`."""
+        """Views of the param groups that a step reads, see :class:`rankwise.routing.step_groups.StepGroups`."""
         return self.spec.step_groups.views(self.param_groups)
 
     def _take_in(self, index: int) -> None:
@@ -287,21 +281,6 @@ class ShardedOptimizer(Optimizer, ABC):
         """Plan for ranks that need not exist; nothing of this optimizer changes. See :meth:`Planner.imagine`."""
         return self.planner.imagine(self.param_groups, units, replicated, self.plan)
 
-    @property
-    def parameters_by_name(self) -> dict[str, Tensor]:
-        """The parameters the optimizer was built on."""
-        return self.table.parameters
-
-    @property
-    def layout_source(self) -> LayoutSource:
-        """The framework's description of the param groups' tensors."""
-        return self.planner.source
-
-    @property
-    def rank(self) -> int:
-        """This process's position among the data-parallel ranks."""
-        return self.planner.rank
-
     # --- the step -----------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -336,17 +315,17 @@ class ShardedOptimizer(Optimizer, ABC):
         if self.working_tensors.counts_on_device(unit):
             self.health.accumulate_on(unit.device)
         self.working_tensors.refuse_frozen(unit, self.param_groups)
-        self.undo.settle([unit.key])
+        self.undo.settle(unit)
         self._before_step(unit)
         opened = self.working_tensors.open(unit, self.state)
         if opened is not None:
             weights, grads = opened
 
             def update(finite: Sequence[Tensor | None]) -> None:
-                buckets = self.working_tensors.buckets(unit, self.state, self.param_groups, weights, finite)
-                with self.transition.ramp(buckets):
-                    self._update(unit, buckets)
-                unit.narrow.close()
+                with unit.stepping(self.state):
+                    buckets = self.working_tensors.buckets(unit, self.state, self.param_groups, weights, finite)
+                    with self.transition.ramp(buckets):
+                        self._update(unit, buckets)
 
             if self.options.skip_nonfinite:
                 self.undo.update(unit, self.state, weights, grads, self._judged(unit, grads), update)
@@ -374,7 +353,7 @@ class ShardedOptimizer(Optimizer, ABC):
         self.working_tensors.make_states(unit, self.state)
         initial = self.step_costs(unit).matrix_state
         for task in unit.exchange.owned() if unit.exchange is not None else ():
-            self.matrix_states.obtain(task.key, partial(_as_dict, initial, task, unit.device))
+            self.matrix_states.obtain(task.key, partial(initial, task, unit.device))
         self.saved.mark(self.param_groups, self.state)
         return True
 
@@ -498,8 +477,7 @@ class ShardedOptimizer(Optimizer, ABC):
         """
         self.undo.settle()
         translated, told = self.saved.succession.translated(state_dict, self.param_groups)
-        # The empty record ends an earlier transition.
-        self.load_state_dict({**self.extra_state(), "transition": {}, **translated})
+        self.load_state_dict({**self.extra_state(), **translated})
         return told
 
     @undisturbed
@@ -520,13 +498,27 @@ class ShardedOptimizer(Optimizer, ABC):
 
     @undisturbed
     def adopt(
-        self, matrix_states: Mapping[str, MatrixState], steps: Mapping[int, Tensor], extra: Mapping[str, Any]
+        self,
+        matrix_states: Mapping[str, MatrixState],
+        steps: Mapping[int, Tensor],
+        extra: Mapping[str, Any],
+        fill: Callable[[], None] | None = None,
     ) -> None:
         """Take over matrix states, step counts by group and extra state from another layout's checkpoint.
 
+        Args:
+            matrix_states: Matrix states that this rank owns or keeps, by matrix.
+            steps: Counts by param group.
+            extra: Result of :meth:`extra_state`.
+            fill: Writes weights and element states, and what is given here, once the present states are dropped; None
+                where all are written already.
+
         Raises:
-            MisfitError: A state is not of the shape of its matrix; nothing has changed then.
+            MisfitError: A state is not of the shape of its matrix; without ``fill`` nothing has changed then.
         """
+        if fill is not None:
+            self.forget_states()
+            fill()
         self.undo.settle()
         self.saved.adopt(self, self.state, matrix_states, steps)
         self.followed.accept(self.state)
@@ -537,7 +529,7 @@ class ShardedOptimizer(Optimizer, ABC):
         """Drop all states, on all ranks alike: the next step is a first one, as after ``state.clear()``."""
         self.undo.settle()
         self.saved.forget(self.state)
-        self.followed.forget()
+        self.followed.accept(self.state)
         self.load_extra_state({})
 
     def follow_resets(self) -> None:
@@ -551,8 +543,13 @@ class ShardedOptimizer(Optimizer, ABC):
                 self.followed.put_back(self.state, list(self.followed.counts))
 
     def kept_states(self, name: str) -> StateTypes:
-        """The element states that a parameter's rule keeps; see :meth:`SavedStates.kept_states`."""
-        return self.saved.kept_states(self.param_groups, name)
+        """The element states that a parameter's rule keeps, the same on every rank.
+
+        Raises:
+            KeyError: The optimizer has no such parameter.
+        """
+        info, index = self.table.catalog[name]
+        return self.table.element_states(info, self.table.routes[name].rule, self.param_groups[index])
 
     @undisturbed
     def stored_states(self, tensor: Tensor, name: str, state: str) -> list[tuple[int, Tensor]]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from math import prod
 from typing import Any
 
@@ -19,15 +18,12 @@ from rankwise.layout.dtensors import local_view
 from rankwise.layout.fused_blocks import Block, cut_into_blocks
 from rankwise.layout.logical_matrices import block_info
 from rankwise.plan.planner import Planner
-from rankwise.routing.fused_layers import looks_fused
-from rankwise.routing.roles import ParameterInfo, Role
+from rankwise.routing.unknown_parts import unknown_parts
 from rankwise.states.element_states import States
-from rankwise.states.matrix_states import MatrixStates
 from rankwise.states.optimizer_spec import OptimizerSpec
-from rankwise.states.parameter_table import ParameterTable
 from rankwise.step.health import Health
 
-__all__ = ["Explanation", "Reports", "health_of", "print_on_first_rank", "unknown_parts"]
+__all__ = ["Explanation", "Reports", "health_of", "print_on_first_rank"]
 
 logger = logging.getLogger(__name__)
 
@@ -70,23 +66,15 @@ class Reports:
             framework replaces it.
     """
 
-    def __init__(
-        self,
-        spec: OptimizerSpec,
-        table: ParameterTable,
-        planner: Planner,
-        matrix_states: MatrixStates,
-        health: Health,
-    ) -> None:
-        self._held = spec, table, planner, matrix_states, health
-        self._spec, self._table, self._planner, self._matrix_states, self._health = self._held
+    def __init__(self, planner: Planner, health: Health) -> None:
+        self._planner, self._spec, self._table, self._health = planner, planner.spec, planner.table, health
         self.announce: Callable[[str], None] = logger.info
         self._announced = False
         self._reported = Traffic()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy has announced nothing yet.
-        return type(self), self._held
+        return type(self), (self._planner, self._health)
 
     def announce_once(self, states: States) -> None:
         """Announce the summary, unless it was announced before."""
@@ -104,15 +92,7 @@ class Reports:
         return unknown_parts(spec.name, infos, getattr(spec.options, "blocks", None) or ())
 
     def read_health(self, further: Iterable[Traffic]) -> dict[str, float]:
-        """Metrics since the last reading; every data-parallel rank must call it.
-
-        Args:
-            further: Messages that this rank has sent outside its units.
-
-        Returns:
-            Per step: ``matrices_updated``, ``collectives`` and ``bytes_sent`` (summed over ranks); ``skipped_steps``,
-            the calls of ``step()`` that ``skip_nonfinite`` undid; and the optimizer's own metrics.
-        """
+        """See :meth:`ShardedOptimizer.read_health`; ``further``: messages that this rank has sent outside its units."""
         sent = [*(unit.total_traffic for unit in self._planner.units.values()), *further]
         total = Traffic(sum(part.collectives for part in sent), sum(part.bytes for part in sent))
         if total.collectives < self._reported.collectives:
@@ -130,7 +110,7 @@ class Reports:
     def state_bytes(self, states: States) -> dict[str, int]:
         """Bytes of optimizer state this rank holds: ``{"element": …, "matrix": …}``."""
         element = sum(value.nbytes for state in states.values() for value in _element_states(state).values())
-        return {"element": element, "matrix": self._matrix_states.nbytes}
+        return {"element": element, "matrix": self._planner.matrix_states.nbytes}
 
     def summary(self, states: States) -> str:
         """One line: matrices routed, balance over owners, type of their products, state and bytes sent of this rank."""
@@ -181,7 +161,7 @@ class Reports:
         for key, owner in self._planner.owners().items():
             for line in self._lines_of(key):
                 owner_of.setdefault(line, owner)
-        for key, state in self._matrix_states.items():
+        for key, state in self._planner.matrix_states.items():
             for name, value in state.items():
                 # A state that blocks have in common is counted once.
                 line = self._lines_of(key, name)[0]
@@ -223,10 +203,8 @@ class Reports:
         for unit in self._planner.units.values():
             for entry in unit.stored_entries:
                 kept = _element_states(states.get(unit.tensors[entry.shard.tensor], {}))
-                states_here = {
-                    name: value for name, value in kept.items() if unit.states.offset(name, entry) is not None
-                }
-                types = [unit.states.type_now(name, entry, value) for name, value in states_here.items()]
+                names = kept.keys() & unit.parameters[entry.key].states
+                types = [unit.states.type_now(name, entry, kept[name]) for name in names]
                 width, numel = sum(dtype.itemsize for dtype in types), entry.shard.numel
                 # Exponents that elements of several lines share are counted in the first line.
                 shared = sum(blocks_of(entry.shard.start, numel) for dtype in types if is_coded(dtype))
@@ -239,37 +217,3 @@ class Reports:
 
 def _element_states(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: local_view(value) for name, value in state.items() if isinstance(value, Tensor) and name != "step"}
-
-
-def unknown_parts(owner: str, infos: Iterable[ParameterInfo], said: Collection[str]) -> list[str]:
-    """A line for every layer name that looks fused and whose weights are taken for one matrix.
-
-    Args:
-        owner: Name of the optimizer.
-        infos: Weights whose logical matrices would be matrices to its rule.
-        said: Patterns of the option ``blocks``: the user has decided about these.
-    """
-    weights_of: dict[str, list[ParameterInfo]] = {}
-    for info in infos:
-        if info.fused is None and looks_fused(info.own_name, info.shape, info.role):
-            if not any(fnmatch(info.own_name, pattern) for pattern in said):
-                weights_of.setdefault(_layer(info.own_name), []).append(info)
-    return [_line(owner, layer, weights) for layer, weights in weights_of.items()]
-
-
-def _layer(name: str) -> str:
-    return name.removesuffix(".weight").rpartition(".")[2]
-
-
-def _line(owner: str, layer: str, weights: list[ParameterInfo]) -> str:
-    first, further = weights[0], len(weights) - 1
-    which = first.own_name if not further else f"{first.own_name} and {further} more"
-    shape = "x".join(map(str, first.shape))
-    # Roles come from modules, so an unknown one means that the modules were never shown.
-    unseen = (
-        "rankwise.annotate(model) before the optimizer is built may tell, or " if first.role is Role.UNKNOWN else ""
-    )
-    return (
-        f"rankwise {owner}: by its name {which} ({shape}) holds several matrices, and how they lie is not known: it is "
-        f'taken for one. {unseen}"blocks": {{"*{layer}*": "qkv"}} or the sizes of its parts say it; "none" keeps it so.'
-    )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,20 +11,20 @@ from torch import Tensor
 
 from rankwise.kernels.host_copies import HostCopy
 from rankwise.layout.dtensors import local_view
-from rankwise.plan.step_unit import StepUnit, UnitKey
+from rankwise.plan.step_unit import StepUnit
 from rankwise.states.element_states import States
 from rankwise.states.matrix_states import MatrixStates
 from rankwise.states.optimizer_spec import OptimizerSpec
 from rankwise.states.param_remainders import REMAINDER
 from rankwise.step.health import Health
 
-__all__ = ["Undo", "Unsettled", "any_not_finite", "undone_where", "zeroed_where"]
+__all__ = ["Undo", "Unsettled"]
 
 Kept = tuple[Tensor, Tensor]
 """A tensor that a step changes in place, and a copy of its value before."""
 
 
-def any_not_finite(unit: StepUnit, tensors: Sequence[Tensor]) -> Tensor:
+def _any_not_finite(unit: StepUnit, tensors: Sequence[Tensor]) -> Tensor:
     """Whether a tensor of any rank holds an infinity or a NaN.
 
     Returns:
@@ -40,11 +39,6 @@ def any_not_finite(unit: StepUnit, tensors: Sequence[Tensor]) -> Tensor:
         unit.traffic.count(broken)
         dist.all_reduce(broken, dist.ReduceOp.MAX, group=unit.layout.group)
     return broken
-
-
-def zeroed_where(broken: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Replace gradients by zeros if the step is broken: no factorisation may meet a NaN."""
-    return [None if grad is None else torch.where(broken > 0, 0.0, grad) for grad in grads]
 
 
 class Unsettled(NamedTuple):
@@ -65,49 +59,24 @@ class Unsettled(NamedTuple):
                 count.copy_(old)
 
 
-@contextmanager
-def undone_where(
-    broken: Tensor, tensors: Sequence[Tensor], matrix_states: MatrixStates, counts: list[Kept], counted: Sequence[str]
-) -> Iterator[None]:
-    """Undo everything that the context changes, bit by bit, where the flag says so.
-
-    Args:
-        broken: The flag, see :func:`any_not_finite`.
-        tensors: Weights and element states, changed in place.
-        matrix_states: Matrix states; those that are asked for in the context are watched.
-        counts: List that receives the matrices' counts and their values before.
-        counted: Names of the matrix states that the host works with.
-    """
-    kept: list[Kept] = [(tensor, tensor.clone()) for tensor in tensors]
-    with matrix_states.watched() as before:
-        yield
-    for key, state in before.items():
-        for name, old in state.items():
-            live = matrix_states.get(key, {}).get(name)
-            if live is not None:
-                (counts if name in counted else kept).append((live, old))
-    for tensor, old in kept:
-        tensor.copy_(torch.where(broken > 0, old, tensor))
-
-
 class Undo:
     """Takes steps back whose gradients are not finite.
 
     Attributes:
-        unsettled: Counts of the last step of every unit that may have to be taken back.
+        unsettled: Counts of the last step that may have to be taken back, by the identity of its unit.
     """
 
     def __init__(self, spec: OptimizerSpec, matrix_states: MatrixStates, health: Health) -> None:
         self._spec, self._matrix_states, self._health = spec, matrix_states, health
-        self.unsettled: dict[UnitKey, Unsettled] = {}
+        self.unsettled: dict[int, Unsettled] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Optimizers settle before they are copied.
         return type(self), (self._spec, self._matrix_states, self._health)
 
-    def settle(self, keys: Iterable[UnitKey] | None = None) -> None:
-        """Take back the counts of steps that were undone, of all units or of some."""
-        for key in list(self.unsettled) if keys is None else keys:
+    def settle(self, unit: StepUnit | None = None) -> None:
+        """Take back the counts of steps that were undone, of one unit or of all."""
+        for key in list(self.unsettled) if unit is None else [id(unit)]:
             unsettled = self.unsettled.pop(key, None)
             if unsettled is not None:
                 unsettled.settle()
@@ -141,10 +110,19 @@ class Undo:
             state = states[unit.tensors[index]]
             counts.append((state["step"], state["step"] - 1))
             changed += [local_view(v) for name, v in state.items() if isinstance(v, Tensor) and name not in apart]
-        broken = any_not_finite(unit, judged)
+        broken = _any_not_finite(unit, judged)
         self._health.add("skipped_steps", broken)
-        finite = zeroed_where(broken, grads)
+        # No factorisation may meet a NaN.
+        finite = [None if grad is None else torch.where(broken > 0, 0.0, grad) for grad in grads]
         unsettled = Unsettled(HostCopy(broken), counts)
-        with undone_where(broken, changed, self._matrix_states, counts, self._spec.counted_states):
+        kept: list[Kept] = [(tensor, tensor.clone()) for tensor in changed]
+        with self._matrix_states.watched() as before:
             update(finite)
-        self.unsettled[unit.key] = unsettled
+        for key, state in before.items():
+            for name, old in state.items():
+                live = self._matrix_states.get(key, {}).get(name)
+                if live is not None:
+                    (counts if name in self._spec.counted_states else kept).append((live, old))
+        for tensor, old in kept:
+            tensor.copy_(torch.where(broken > 0, old, tensor))
+        self.unsettled[id(unit)] = unsettled

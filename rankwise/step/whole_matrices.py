@@ -209,7 +209,7 @@ class _WholeMatrixRule(MatrixRule):
         _check(task.key, direction, states, signature)
         for name, how in signature.states:
             if states[name] is not kept[name] and is_narrow(how.narrow):
-                noisy = step if self.unit.stochastic(name) else None
+                noisy = step if self.unit.spec.rounds_stochastically(name) else None
                 keep_narrow_([kept[name]], [states[name]], [key_of(task.key, name)], noisy)
             elif states[name] is not kept[name]:
                 kept[name].copy_(states[name])
@@ -278,9 +278,10 @@ class MatrixOptimizer(ShardedOptimizer):
         """See the base class."""
         tasks = []
         for key in unit.keys("matrix"):
-            rows, columns = unit.infos[key].matrix_shape
-            kept = self.spec.kept(rows, columns, unit.planned_groups[unit.group_position[key]])
-            signature = _MatrixSignature(rows, columns, unit.step_group[key], tuple(kept.items()))
+            planned = unit.parameters[key]
+            rows, columns = planned.info.matrix_shape
+            kept = self.spec.kept(rows, columns, planned.group)
+            signature = _MatrixSignature(rows, columns, planned.step_group, tuple(kept.items()))
             tasks.append(MatrixTask(key, (key,), signature, self.operations(rows, columns)))
         self.planner.choose_owners(unit, tasks)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,21 +23,13 @@ from rankwise.plan.planner import Planner
 from rankwise.plan.step_unit import Bucket, StepUnit
 from rankwise.plan.transition import Transition
 from rankwise.routing.roles import Rule
-from rankwise.states.element_states import EntryRuns, States, offset_runs
+from rankwise.states.element_states import States, offset_runs
 from rankwise.states.entries import Entry, PlannedEntries
-from rankwise.states.optimizer_spec import OptimizerSpec
 from rankwise.states.param_remainders import NARROW, REMAINDER
 from rankwise.step.followed_states import FollowedStates
 from rankwise.updates.remainders import join, split
 
-__all__ = [
-    "BEGUN",
-    "BUCKETS",
-    "WorkingTensors",
-    "WorkingViews",
-    "are_deferred",
-    "deferred_steps",
-]
+__all__ = ["BEGUN", "BUCKETS", "WorkingTensors", "are_deferred", "deferred_steps"]
 
 BEGUN: Note[list[str]] = Note("matrices that had states and are fresh in the step under way")
 BUCKETS: Note[dict[Any, list[_BucketPlan]]] = Note("how entries fall into buckets, by their counts")
@@ -60,18 +52,15 @@ def are_deferred() -> bool:
     return getattr(_deferred, "depth", 0) > 0
 
 
-class WorkingViews(NamedTuple):
-    """Flat working views of a unit's weights and gradients; None for tensors that take no step."""
-
-    weights: list[Tensor | None]
-    grads: list[Tensor | None]
+Flats = list[Tensor | None]
+"""A flat tensor for each of a unit's tensors; None for those that take no step."""
 
 
 class WorkingTensors:
     """Begins and ends steps."""
 
-    def __init__(self, spec: OptimizerSpec, planner: Planner, transition: Transition, followed: FollowedStates) -> None:
-        self._spec, self._planner, self._transition, self._followed = spec, planner, transition, followed
+    def __init__(self, planner: Planner, transition: Transition, followed: FollowedStates) -> None:
+        self._planner, self._spec, self._transition, self._followed = planner, planner.spec, transition, followed
         self._most_idle = 0
 
     def counts_on_device(self, unit: StepUnit) -> bool:
@@ -93,7 +82,8 @@ class WorkingTensors:
             raise RuntimeError(
                 f"{name}.step() cannot be captured in a graph, because the graph would repeat one step's number; {fix}"
             )
-        rates = [groups[position]["lr"] for position in set(unit.positions)]
+        positions = {unit.parameters[entry.key].position for entry in unit.entries}
+        rates = [groups[position]["lr"] for position in positions]
         if any(isinstance(rate, Tensor) and rate.device != unit.device for rate in rates):
             raise RuntimeError(
                 f"{name}: lr is a tensor on another device than the weights, which a graph cannot read; make it one on "
@@ -116,18 +106,17 @@ class WorkingTensors:
         for index, tensor in enumerate(unit.tensors):
             if tensor.grad is not None:
                 unit.states.allocate(states, index)
-                device = self._spec.count_device(tensor)
-                states[tensor]["step"] = torch.zeros((), dtype=torch.float32, device=device)
-                self._followed.note(states, [tensor])
+                self._begin_count(states, tensor)
 
-    def open(self, unit: StepUnit, states: States) -> WorkingViews | None:
-        """Count the step of every tensor that takes one; None if none does. See :meth:`FollowedStates.follow`.
+    def open(self, unit: StepUnit, states: States) -> tuple[Flats, Flats] | None:
+        """Count the step of every tensor that takes one, and view weights and gradients; None if no tensor does.
 
         Where every rank has the whole parameters, a missing gradient is missing on all of them
         (``DistributedDataParallel`` and DeepSpeed make sure of it), and the parameter takes no step, as in one process.
 
         Raises:
-            RuntimeError: A gradient is sparse, or a tensor or its gradient has another length than before.
+            RuntimeError: A gradient is sparse, or a tensor or its gradient has another length than before; or states
+                were replaced, see :meth:`FollowedStates.follow`.
             OptionError: A gradient has its values elsewhere.
         """
         idle = [tensor for tensor in unit.tensors if tensor.grad is None and tensor.requires_grad]
@@ -147,19 +136,14 @@ class WorkingTensors:
             self._refuse_inference(unit, held, grads)
         taking = [index for index, grad in enumerate(grads) if zeros or grad is not None]
         unit.notes[BEGUN] = self._followed.follow(unit, states, taking)
-        opened = WorkingViews([], [])
-        stepped: list[Tensor] = []
-        for index, (tensor, local, grad) in enumerate(zip(unit.tensors, held, grads, strict=True)):
-            if grad is None and not zeros:
-                opened.weights.append(None)
-                opened.grads.append(None)
-                continue
-            weight = self._whole(unit, states, index, local)
-            opened.weights.append(weight)
-            opened.grads.append(torch.zeros_like(weight) if grad is None else _flat(grad, unit.dtype))
-            stepped.append(tensor)
-        self._count(unit, states, stepped)
-        return opened
+        weights: Flats = [None] * len(held)
+        flat_grads: Flats = [None] * len(held)
+        for index in taking:
+            weights[index] = weight = self._whole(unit, states, index, held[index])
+            grad = grads[index]
+            flat_grads[index] = torch.zeros_like(weight) if grad is None else _flat(grad, unit.dtype)
+        self._count(unit, states, [unit.tensors[index] for index in taking])
+        return weights, flat_grads
 
     def _whole(self, unit: StepUnit, states: States, index: int, local: Tensor) -> Tensor:
         """The 1-D values of a weight in the type of the step, including the bits that a narrow one lacks."""
@@ -213,12 +197,14 @@ class WorkingTensors:
                 # A rank with an empty part makes the states of the others, because checkpoints save them together.
                 unit.states.allocate_empty(states, tensor)
                 graphs.refuse_capture(tensor.device, "the first step of a parameter")
-                device = self._spec.count_device(tensor)
-                states[tensor]["step"] = torch.zeros((), dtype=torch.float32, device=device)
-                self._followed.note(states, [tensor])
+                self._begin_count(states, tensor)
         counts = [states[tensor]["step"] for tensor in tensors]
         if counts:
             torch._foreach_add_(counts, 1.0)
+
+    def _begin_count(self, states: States, tensor: Tensor) -> None:
+        count = torch.zeros((), dtype=torch.float32, device=self._spec.count_device(tensor))
+        states[tensor]["step"] = self._followed.counts[tensor] = count
 
     def buckets(
         self,
@@ -236,23 +222,27 @@ class WorkingTensors:
             None if weight is None else int(states[tensor]["step"]) if known else 0
             for tensor, weight in zip(unit.tensors, weights, strict=True)
         )
-        transition, narrow = self._transition, unit.begin(states)
+        transition = self._transition
         buckets = []
-        for plan in _plans_of(unit, counts, transition.before, (transition.began, transition.afresh)):
-            tensors, runs = plan.runs
-            own_weights, own_grads = (runs.cut(_present(flats, tensors)) for flats in (weights, grads))
+        key = transition.began, transition.afresh
+        for place, rule, before, entries in _plans_of(unit, counts, transition.before, key):
+            tensors, runs = entries.once("runs", offset_runs)
+            own_weights, own_grads = (
+                runs.cut([flat for tensor in tensors if (flat := flats[tensor]) is not None])
+                for flats in (weights, grads)
+            )
             count = counts[tensors[0]]
             assert count is not None
             buckets.append(
                 Bucket(
-                    step_groups[plan.place],
-                    plan.rule,
-                    count - plan.before if known else None,
-                    plan.entries,
+                    step_groups[place],
+                    rule,
+                    count - before if known else None,
+                    entries,
                     own_weights,
                     own_grads,
-                    narrow,
-                    partial(_counts_of, unit, states, plan.before),
+                    unit.narrow,
+                    partial(_counts_of, unit, states, before),
                 )
             )
         return buckets
@@ -268,10 +258,6 @@ class WorkingTensors:
                 target.copy_(weight.view(target.shape))
             else:
                 split(weight.view(target.shape).float(), target, remainder.view(target.shape))
-
-
-def _present(flats: Sequence[Tensor | None], tensors: Sequence[int]) -> list[Tensor]:
-    return [flat for tensor in tensors if (flat := flats[tensor]) is not None]
 
 
 def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -293,22 +279,9 @@ def _counts_of(unit: StepUnit, states: States, before: int, entries: Sequence[En
 _KEPT = 32
 
 
-class _BucketPlan(NamedTuple):
-    """Entries of one param group, rule and step count.
-
-    Attributes:
-        place: Index of the group's view among those that steps read.
-        rule: Rule of the entries.
-        before: Steps in their counts that were taken before their states began.
-        entries: Entries in storage order.
-        runs: Where the entries lie in weights and gradients.
-    """
-
-    place: int
-    rule: Rule
-    before: int
-    entries: PlannedEntries
-    runs: EntryRuns
+_BucketPlan = tuple[int, Rule, int, PlannedEntries]
+"""Of entries of one group, rule and count: index of the group's view, the rule, the steps in their counts that were
+taken before their states began, and the entries in storage order."""
 
 
 def _plans_of(
@@ -339,9 +312,6 @@ def _planned(unit: StepUnit, counts: Sequence[int | None], before: Callable[[str
         count = counts[entry.shard.tensor]
         if count is not None:
             earlier = before(entry.info.name)
-            sign = (unit.step_group[entry.key], entry.route.rule, count - earlier, earlier)
+            sign = (unit.parameters[entry.key].step_group, entry.route.rule, count - earlier, earlier)
             members.setdefault(sign, []).append(entry)
-    return [
-        _BucketPlan(place, rule, earlier, PlannedEntries(entries), offset_runs(entries))
-        for (place, rule, _, earlier), entries in members.items()
-    ]
+    return [(place, rule, earlier, PlannedEntries(entries)) for (place, rule, _, earlier), entries in members.items()]

@@ -55,7 +55,9 @@ def told_by_plain(cell: Any) -> bool:
     return "groups" in getattr(EVENTS.get(cell[0]), "needs", ()) or cell[0].startswith("a step within")
 
 
-def column(name: str, kinds: Sequence[Kind], whole: bool = False, own: bool = False) -> list[dict[str, Any]]:
+def column(
+    name: str, kinds: Sequence[Kind], whole: bool = False, own: bool = False, events: str = ""
+) -> list[dict[str, Any]]:
     """Rows of a framework: what each type does in each cell. Ranks are started once for all of them.
 
     Args:
@@ -63,10 +65,11 @@ def column(name: str, kinds: Sequence[Kind], whole: bool = False, own: bool = Fa
         kinds: The types.
         whole: Every entry point after every event.
         own: Without what is told by plain.
+        events: How the names of events begin; all, if empty.
     """
     runs = _framework(name)
     chosen = [cell for cell in cells(runs, ADAMW, whole) if ONLY.search("; ".join(cell))]
-    chosen = [cell for cell in chosen if not (own and told_by_plain(cell))]
+    chosen = [cell for cell in chosen if cell[0].startswith(events) and not (own and told_by_plain(cell))]
     # Where rows are recorded, each type has ranks of its own: what is seen until an interruption is kept.
     parts = [[kind] for kind in (ADAMW, *kinds)] if ROWS else [[ADAMW, *kinds]]
     rows: list[dict[str, Any]] = []

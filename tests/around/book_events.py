@@ -15,7 +15,8 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-from book_runs import Run, through_a_file
+from book_runs import Run
+from saved_files import through_a_file
 from surrounding_kinds import default_device, default_dtype, deterministic
 from torch import nn
 

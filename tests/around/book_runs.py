@@ -7,29 +7,21 @@ edit weights; the play-book makes an event of each.
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from book_kinds import Kind, network
+from saved_files import through_a_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["LOOPS", "Run", "through_a_file"]
+__all__ = ["LOOPS", "Run"]
 
 SAMPLES = 6
-
-
-def through_a_file(value: Any) -> Any:
-    """Saved and loaded as torch does by default."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 class Run:

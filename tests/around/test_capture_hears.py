@@ -156,19 +156,6 @@ def test_a_compiled_model_pauses() -> None:
         plain_step(optimizer)
 
 
-def test_what_one_loss_of_two_adds_is_heard() -> None:
-    """Two losses of one forward pass, and two backward passes: the input counts once, the gradients add up."""
-    module = Layers()
-    optimizer = mkor(module)
-    output = module(batch(0))
-    output.sum().backward(retain_graph=True)
-    output.square().sum().backward()
-    for name, record in optimizer.statistics.records.items():
-        bias = dict(module.named_parameters())[name.replace("weight", "bias")]
-        assert record.count == (8 if name.startswith("twice") else 4)
-        assert torch.allclose(record.sum_output_grad, bias.grad, rtol=1e-5, atol=1e-6)
-
-
 def test_a_gradient_that_a_hook_moves_keeps_its_statistics() -> None:
     """As accumulation in another type does; nobody can tell a gradient that is moved later from one thrown away."""
     module, other = Layers(), Layers()

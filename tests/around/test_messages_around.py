@@ -182,9 +182,15 @@ def test_a_key_in_the_place_of_another_is_seen() -> None:
         change(optimizer)
 
 
-@pytest.mark.parametrize("key", sorted(WRITTEN_BY_OTHERS | {"name", "layer", "is_expert_parallel", "swa_lr"}))
+OF_OTHERS = {"name", "layer", "is_expert_parallel", "swa_lr", "moe", "max_momentum", "base_momentum"}
+
+
+@pytest.mark.parametrize("key", sorted(WRITTEN_BY_OTHERS | OF_OTHERS))
 def test_keys_of_other_programs_are_theirs(key: str) -> None:
-    change(built("MARS-M", [{"params": parameters(), key: 0.5}]))
+    optimizer = built("MARS-M", [{"params": parameters(), key: 0.5}])
+    change(optimizer)
+    optimizer.add_param_group({"params": [("more.weight", nn.Parameter(torch.ones(8, 16)))], key: 0.25})
+    assert [group[key] for group in optimizer.param_groups] == [0.5, 0.25]
 
 
 @pytest.mark.parametrize(("kind", "key", "advice"), [

@@ -323,10 +323,10 @@ def test_codes_go_to_other_cuts_bit_for_bit(tmp_path: Path, monkeypatch: pytest.
         alone = Framework("replicated", case, torch.float32)
         for _ in range(4):
             alone.step()
-        expected += [{piece.name: values for piece, values in alone.pieces()}] * 2
+        expected += [{piece.key: values for piece, values in alone.pieces()}] * 2
     extras, *_ = run_ranks(2, _save, tmp_path)
     for outcomes in ([_go_on(0, 1, tmp_path, extras)], run_ranks(3, _go_on, tmp_path, extras)):
         for found in outcomes:
             for wanted, held in zip(expected, found, strict=True):
                 for piece, values in held:
-                    assert torch.equal(values, run_of(wanted[piece.name], piece))
+                    assert torch.equal(values, run_of(wanted[piece.key], piece))

@@ -19,6 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
+from ranks import run_ranks as run_torch_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
@@ -260,7 +261,7 @@ class Recorder:
             for entry, weight, grad in zip(bucket.entries, bucket.weights, bucket.grads, strict=True):
                 place = (entry.key, entry.shard.shape, entry.shard.start)
                 record.grads[-1].append((*place, grad.numpy().copy()))
-                group = self._optimizer.param_groups[unit.positions[entry.shard.tensor]]
+                group = self._optimizer.param_groups[unit.parameters[entry.key].position]
                 record.lrs[-1][entry.key] = float(group["lr"])
                 if len(record.grads) == 1:
                     record.initial.append((*place, weight.numpy().copy()))
@@ -427,9 +428,18 @@ def run_engine(rank: int, world: int, job: Job, zero: Mapping[str, Any]) -> Reco
     return record
 
 
+def run_ranks(world: int, fn: Callable[..., Any], *args: Any, **how: Any) -> list[Any]:
+    """As :func:`ranks.run_ranks`, on processes that are DeepSpeed's."""
+    return run_torch_ranks(world, _of_deepspeed, fn, *args, **how)
+
+
+def _of_deepspeed(rank: int, world: int, fn: Callable[..., Any], *args: Any) -> Any:
+    deepspeed.init_distributed("gloo")
+    return fn(rank, world, *args)
+
+
 def run_all(rank: int, world: int, jobs: list[Job], zero: Mapping[str, Any]) -> list[Record]:
     """Train several jobs in one set of processes."""
-    deepspeed.init_distributed("gloo")
     return [run_engine(rank, world, job, zero) for job in jobs]
 
 

@@ -27,9 +27,9 @@ from ds_harness import (
     replay_error,
     run_all,
     run_plain,
+    run_ranks,
     whole,
 )
-from ranks import run_ranks
 
 WORLDS = (1, 2, 3, 4)
 LABELS: dict[str, tuple[str, Mapping[str, Any]]] = {
@@ -97,7 +97,10 @@ def all_groups(worlds: Sequence[int] = WORLDS) -> list[Group]:
 
 
 def default_groups() -> dict[Group, list[str]]:
-    """Every type in fp32 on two ranks, and cells that complete all pairs of type, precision, wrapper, world up to 3."""
+    """Every type in fp32 on two ranks, and cells that complete all pairs of type, precision, wrapper, world up to 3.
+
+    MKOR, whose statistics must not carry a loss scale, is wherever there is one.
+    """
     groups = all_groups(WORLDS[:-1])
     chosen = {group: list(LABELS) for group in groups if group.precision == "fp32" and group.world == 2}
     missing = set().union(*(_pairs(group, label) for group, label in product(groups, LABELS)))
@@ -108,6 +111,9 @@ def default_groups() -> dict[Group, list[str]]:
         group, label = max(product(groups, LABELS), key=lambda cell: _gain(*cell, missing, chosen))
         chosen.setdefault(group, []).append(label)
         missing -= _pairs(group, label)
+    for group in chosen:
+        if group.precision == "fp16" and "MKOR" not in chosen[group]:
+            chosen[group].append("MKOR")
     return {group: chosen[group] for group in groups if group in chosen}
 
 

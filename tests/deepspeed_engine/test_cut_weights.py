@@ -63,7 +63,11 @@ def test_slices_are_what_deepspeed_cuts(name: str) -> None:
         for start, end in ((0, held.numel() // 3), (held.numel() // 3, held.numel())):
             pieces = shard.slices("w", start, end, 10) if start < end else []
             shards.append(
-                [Shard("w", shape, p.start, p.end, 0, p.offset, p.columns, p.copy) for p in pieces if p.end > p.start]
+                [
+                    Shard("w", p.start, p.end, p.offset, p.columns, p.copy, shape=shape, tensor=0)
+                    for p in pieces
+                    if p.end > p.start
+                ]
             )
             for piece in shards[-1]:
                 here = held[start + piece.offset - 10 :][: piece.numel]

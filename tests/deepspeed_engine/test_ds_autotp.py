@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import autotp_runs as tp
-import deepspeed
 import numpy as np
 import pytest
 import torch
 from autotp_runs import MODELS, Cell, Outcome
-from ds_harness import REFERENCE, TYPES, digest, error
-from ranks import run_ranks
+from ds_harness import REFERENCE, TYPES, digest, error, run_ranks
 
 from deepspeed_plugin.checkpoints import CheckpointError
 from rankwise.layout.layout import LayoutError
@@ -88,7 +86,6 @@ def test_every_type_in_fp32(world: int, stage: int) -> None:
 
 def _continued(rank: int, world: int, cells: list[Cell], folder: str) -> list[tuple[bool, bool]]:
     """Whether a run that is saved and loaded ends as one that went on: states and weights."""
-    deepspeed.init_distributed("gloo")
     found = []
     for number, cell in enumerate(cells):
         ends = []
@@ -127,7 +124,6 @@ def _message(fn: Any, *args: Any) -> str:
 
 
 def _refusals(rank: int, world: int, folder: str) -> dict[str, str]:
-    deepspeed.init_distributed("gloo")
     cell, found = Cell("LDAdam", dtype="fp32"), {}
     found["weights"] = _message(lambda: tp.engine_of(cell, world, model=tp.model_of(cell, seed=rank)))
     engine = tp.engine_of(cell, world)

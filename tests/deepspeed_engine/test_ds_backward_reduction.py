@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import deepspeed
 import ds_harness as ds
 import numpy as np
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
-from ranks import run_ranks
+from ds_harness import run_ranks
 
 from rankwise.statistics import backward_reduction as backward_reduction
 
@@ -57,7 +56,6 @@ def _run(rank: int, world: int, stage: int) -> dict[str, Any]:
 
 def _all(rank: int, world: int) -> dict[int, dict[str, Any]]:
     backward_reduction.BUCKET_ELEMENTS = SMALL_BUCKETS
-    deepspeed.init_distributed("gloo")
     return {stage: _run(rank, world, stage) for stage in STAGES}
 
 
@@ -78,7 +76,6 @@ def test_engines_follow_one_process(world: int) -> None:
 def _overflowing(rank: int, world: int) -> list[tuple[str, str, int]]:
     backward_reduction.BUCKET_ELEMENTS = SMALL_BUCKETS
     get_accelerator().is_fp16_supported = lambda: True
-    deepspeed.init_distributed("gloo")
     found = []
     for stage in (1, 2, 3):
         digests = []

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import deepspeed
 import ds_harness as ds
 import numpy as np
 import pytest
-from ranks import run_ranks
+from ds_harness import run_ranks
 
 
 def _trained(rank: int, world: int, name: str, backend: str) -> list[tuple[list[float], dict[str, np.ndarray], int]]:
-    deepspeed.init_distributed("gloo")
     found = []
     for compiled in (False, True):
         engine = ds.engine_of(ds.Job(name, ds.TYPES[name], config={"zero_optimization": {"stage": 2}}), world)

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from deepspeed_plugin.checkpoints import CheckpointError
-from deepspeed_plugin.checkpoints.load_plan import Present, Saved, Universal, Wanted, Way, decide
+from deepspeed_plugin.checkpoints.load_plan import Present, Saved, Universal, Wanted, decide
+
+BY_NAME, DEEPSPEED = True, False
 
 SAVED = Saved(name="tag", latest="tag", author="SONew", stage=2, ranks=2, groups=1)
 HERE = Present(identity="SONew", optimizer="SONew", stage=2, ranks=2, groups=1)
@@ -22,62 +24,62 @@ UNIVERSAL = Universal(name="universal", author="SONew", source="/runs/tag", grou
 
 
 def _case(
-    way: Way, saved: Any = None, here: Any = None, wanted: Wanted = ALL, **plan: Any
-) -> tuple[Saved, Present, Wanted, Way, dict[str, Any]]:
-    return replace(SAVED, **(saved or {})), replace(HERE, **(here or {})), wanted, way, plan
+    by_name: bool, saved: Any = None, here: Any = None, wanted: Wanted = ALL, **plan: Any
+) -> tuple[Saved, Present, Wanted, bool, dict[str, Any]]:
+    return replace(SAVED, **(saved or {})), replace(HERE, **(here or {})), wanted, by_name, plan
 
 
 CASES = {
-    "the same layout": _case(Way.DEEPSPEED, judge=True),
-    "a pipeline's stage judges its own files itself": _case(Way.DEEPSPEED, here={"alone": False}),
+    "the same layout": _case(DEEPSPEED, judge=True),
+    "a pipeline's stage judges its own files itself": _case(DEEPSPEED, here={"alone": False}),
     "whole, in a file that any ranks can read": _case(
-        Way.DEEPSPEED, {"stage": 0, "ranks": None}, {"stage": 0, "ranks": None}
+        DEEPSPEED, {"stage": 0, "ranks": None}, {"stage": 0, "ranks": None}
     ),
-    "more ranks": _case(Way.MOVE, here={"ranks": 3}),
-    "another stage": _case(Way.MOVE, here={"stage": 1}),
-    "another cut": _case(Way.MOVE, here={"cut": (True,)}),
-    "to ZeRO-3": _case(Way.MOVE, here=THREE),
-    "weights of the same layout": _case(Way.DEEPSPEED, wanted=WEIGHTS),
-    "weights for more ranks": _case(Way.DEEPSPEED, here={"ranks": 3}, wanted=WEIGHTS),
-    "weights at ZeRO-3": _case(Way.MOVE, THREE, THREE, WEIGHTS),
-    "weights alone, with frozen ones, at ZeRO-3": _case(Way.DEEPSPEED, THREE, {**THREE, "frozen": "a"}, WEIGHTS),
-    "frozen ones where nothing is cut": _case(Way.MOVE, here={"frozen": "a", "ranks": 3}),
-    "another of our optimizers": _case(Way.MOVE, {"author": "MKOR"}, fresh=True),
-    "another of ours, in a pipeline": _case(Way.DEEPSPEED, {"author": "MKOR"}, {"pipeline": True}, fresh=True),
-    "another of ours, with experts": _case(Way.DEEPSPEED, {"author": "MKOR"}, {"experts": True}, fresh=True),
-    "AdamW's": _case(Way.DEEPSPEED, {"author": None}, fresh=True),
-    "AdamW's moments, cut alike": _case(Way.MOVE, ADAMW, inherit=True),
-    "AdamW's moments, for more ranks": _case(Way.MOVE, ADAMW, {"ranks": 3}, inherit=True),
-    "AdamW's moments, for ZeRO-3": _case(Way.MOVE, ADAMW, THREE, inherit=True),
-    "AdamW's moments, cut otherwise": _case(Way.MOVE, ADAMW, {"cut": (True,)}, inherit=True),
-    "AdamW's moments, in other groups": _case(Way.MOVE, {**ADAMW, "groups": 2}, inherit=True),
-    "AdamW's moments, in a pipeline": _case(Way.DEEPSPEED, ADAMW, {"pipeline": True}, fresh=True),
-    "AdamW's moments, with experts": _case(Way.DEEPSPEED, ADAMW, {"experts": True}, fresh=True),
+    "more ranks": _case(BY_NAME, here={"ranks": 3}),
+    "another stage": _case(BY_NAME, here={"stage": 1}),
+    "another cut": _case(BY_NAME, here={"config": {"zero_optimization": {"round_robin_gradients": True}}}),
+    "to ZeRO-3": _case(BY_NAME, here=THREE),
+    "weights of the same layout": _case(DEEPSPEED, wanted=WEIGHTS),
+    "weights for more ranks": _case(DEEPSPEED, here={"ranks": 3}, wanted=WEIGHTS),
+    "weights at ZeRO-3": _case(BY_NAME, THREE, THREE, WEIGHTS),
+    "weights alone, with frozen ones, at ZeRO-3": _case(DEEPSPEED, THREE, {**THREE, "frozen": "a"}, WEIGHTS),
+    "frozen ones where nothing is cut": _case(BY_NAME, here={"frozen": "a", "ranks": 3}),
+    "another of our optimizers": _case(BY_NAME, {"author": "MKOR"}, fresh=True),
+    "another of ours, in a pipeline": _case(DEEPSPEED, {"author": "MKOR"}, {"pipeline": True}, fresh=True),
+    "another of ours, with experts": _case(DEEPSPEED, {"author": "MKOR"}, {"experts": True}, fresh=True),
+    "AdamW's": _case(DEEPSPEED, {"author": None}, fresh=True),
+    "AdamW's moments, cut alike": _case(BY_NAME, ADAMW, inherit=True),
+    "AdamW's moments, for more ranks": _case(BY_NAME, ADAMW, {"ranks": 3}, inherit=True),
+    "AdamW's moments, for ZeRO-3": _case(BY_NAME, ADAMW, THREE, inherit=True),
+    "AdamW's moments, cut otherwise": _case(
+        BY_NAME, ADAMW, {"config": {"zero_optimization": {"round_robin_gradients": True}}}, inherit=True
+    ),
+    "AdamW's moments, in other groups": _case(BY_NAME, {**ADAMW, "groups": 2}, inherit=True),
+    "AdamW's moments, in a pipeline": _case(DEEPSPEED, ADAMW, {"pipeline": True}, fresh=True),
+    "AdamW's moments, with experts": _case(DEEPSPEED, ADAMW, {"experts": True}, fresh=True),
     "AdamW's moments, with frozen ones at ZeRO-3": _case(
-        Way.DEEPSPEED, {**ADAMW, **THREE}, {**THREE, "frozen": "a"}, fresh=True
+        DEEPSPEED, {**ADAMW, **THREE}, {**THREE, "frozen": "a"}, fresh=True
     ),
-    "AdamW's moments, by the same order": _case(Way.MOVE, {**ADAMW, "order": ORDER}, {"order": ORDER}, inherit=True),
+    "AdamW's moments, by the same order": _case(BY_NAME, {**ADAMW, "order": ORDER}, {"order": ORDER}, inherit=True),
     "AdamW's moments, by another order": _case(
-        Way.DEEPSPEED, {**ADAMW, "order": ORDER}, {"order": (("b", "a"), (2,))}, fresh=True
+        DEEPSPEED, {**ADAMW, "order": ORDER}, {"order": (("b", "a"), (2,))}, fresh=True
     ),
     "AdamW's moments, in groups of other sizes": _case(
-        Way.DEEPSPEED, {**ADAMW, "order": ORDER}, {"order": (("a", "b"), (1, 1))}, fresh=True
+        DEEPSPEED, {**ADAMW, "order": ORDER}, {"order": (("a", "b"), (1, 1))}, fresh=True
     ),
-    "AdamW's moments, by an order that ZeRO has not": _case(Way.DEEPSPEED, {**ADAMW, "order": ORDER}, fresh=True),
-    "AdamW's moments, for AdamW": _case(Way.DEEPSPEED, ADAMW, OTHERS),
-    "AdamW's weights, into fp32 copies": _case(
-        Way.DEEPSPEED, {"author": None}, {"copies": True}, fresh=True, refresh=True
-    ),
-    "ours, for AdamW": _case(Way.DEEPSPEED, here=OTHERS, fresh=True),
-    "other groups, weights alone": _case(Way.MOVE, {**THREE, "groups": 2}, THREE, WEIGHTS),
+    "AdamW's moments, by an order that ZeRO has not": _case(DEEPSPEED, {**ADAMW, "order": ORDER}, fresh=True),
+    "AdamW's moments, for AdamW": _case(DEEPSPEED, ADAMW, OTHERS),
+    "AdamW's weights, into fp32 copies": _case(DEEPSPEED, {"author": None}, {"copies": True}, fresh=True, refresh=True),
+    "ours, for AdamW": _case(DEEPSPEED, here=OTHERS, fresh=True),
+    "other groups, weights alone": _case(BY_NAME, {**THREE, "groups": 2}, THREE, WEIGHTS),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_way(case: str) -> None:
-    saved, here, wanted, way, plan = CASES[case]
+    saved, here, wanted, by_name, plan = CASES[case]
     found = decide(saved, here, wanted)
-    assert found.way is way
+    assert found.by_name is by_name
     assert (found.judge, found.refresh) == (plan.get("judge", False), plan.get("refresh", False))
     assert found.inherit == plan.get("inherit", False)
     assert found.wanted.states == (wanted.states and not plan.get("fresh", False)), "states of others are not loaded"
@@ -108,21 +110,23 @@ def test_what_cannot_be_continued_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("saved", "here", "wanted", "way", "note"),
+    ("saved", "here", "wanted", "by_name", "note"),
     [
-        ({"holds_states": True}, {}, ALL, Way.UNIVERSAL_STATES, None),
-        ({"has_source": True}, {}, ALL, Way.MOVE, "states are read from /runs/tag"),
-        ({}, {}, ALL, Way.UNIVERSAL_WEIGHTS, "its original, /runs/tag, is no longer there"),
-        ({"author": "MKOR"}, {}, ALL, Way.UNIVERSAL_WEIGHTS, "written by MKOR; its weights are kept"),
-        ({"author": None}, {}, ALL, Way.UNIVERSAL_WEIGHTS, "written by another optimizer"),
-        ({"groups": 0}, {}, WEIGHTS, Way.UNIVERSAL_WEIGHTS, None),
-        ({}, OTHERS, ALL, Way.DEEPSPEED, "the universal checkpoint in universal was written by SONew"),
-        ({"author": None}, OTHERS, ALL, Way.DEEPSPEED, None),
+        ({"holds_states": True}, {}, ALL, BY_NAME, None),
+        ({"has_source": True}, {}, ALL, BY_NAME, "states are read from /runs/tag"),
+        ({}, {}, ALL, BY_NAME, "its original, /runs/tag, is no longer there"),
+        ({"author": "MKOR"}, {}, ALL, BY_NAME, "written by MKOR; its weights are kept"),
+        ({"author": None}, {}, ALL, BY_NAME, "written by another optimizer"),
+        ({"groups": 0}, {}, WEIGHTS, BY_NAME, None),
+        ({}, OTHERS, ALL, DEEPSPEED, "the universal checkpoint in universal was written by SONew"),
+        ({"author": None}, OTHERS, ALL, DEEPSPEED, None),
     ],
 )
-def test_universal(saved: dict[str, Any], here: dict[str, Any], wanted: Wanted, way: Way, note: str | None) -> None:
+def test_universal(
+    saved: dict[str, Any], here: dict[str, Any], wanted: Wanted, by_name: bool, note: str | None
+) -> None:
     found = decide(replace(UNIVERSAL, **saved), replace(HERE, **here), wanted)
-    assert (found.way, found.wanted) == (way, wanted)
+    assert (found.by_name, found.wanted) == (by_name, wanted)
     assert found.note is None if note is None else note in str(found.note)
 
 
@@ -141,4 +145,4 @@ def test_universal_refusals(saved: dict[str, Any], here: dict[str, Any], text: s
 
 
 def test_nothing_is_left_to_deepspeed() -> None:
-    assert decide(None, HERE, ALL).way is Way.DEEPSPEED
+    assert decide(None, HERE, ALL).by_name is DEEPSPEED

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from deepspeed.runtime.lr_schedules import WarmupDecayLR
-from ranks import run_ranks
+from ds_harness import run_ranks
 from torch import nn
 
 STEPS = 6
@@ -49,7 +49,6 @@ Trace = tuple[list[Any], dict[str, np.ndarray]]
 
 def _scheduled(rank: int, world: int, stage: int, kinds: tuple[str, ...]) -> dict[str, dict[str, Trace]]:
     """By scheduler and type: settings before each step, and final weights."""
-    deepspeed.init_distributed("gloo")
     table: dict[str, dict[str, Trace]] = {}
     for kind in kinds:
         scheduler = {"type": kind, "params": SCHEDULERS[kind]}
@@ -122,7 +121,6 @@ def _torch_scheduler(optimizer: Any) -> torch.optim.lr_scheduler.LRScheduler:
 
 def _own_scheduler(rank: int, world: int) -> dict[str, list[list[float]]]:
     """Learning rates under a scheduler of the user, made by a function or around the user's own optimizer."""
-    deepspeed.init_distributed("gloo")
     found: dict[str, list[list[float]]] = {}
     for name in ("LDAdam", "MKOR"):
         cls, preset = ds.deepspeed_plugin.JSON_TYPES[name]
@@ -156,7 +154,6 @@ def test_schedulers_of_the_user() -> None:
 
 def _accessors(rank: int, world: int, stage: int) -> dict[str, Any]:
     """Gradient norms of two steps, and the rate told and used after it was set to zero."""
-    deepspeed.init_distributed("gloo")
     found: dict[str, Any] = {}
     for name in NAMES:
         profiler = {"enabled": True, "profile_step": 1, "output_file": os.devnull}
@@ -190,7 +187,6 @@ def test_engine_accessors(stage: int) -> None:
 
 def _unsynchronised(rank: int, world: int, stage: int) -> dict[str, bool]:
     """Whether micro-batches added up under ``no_sync`` train as DeepSpeed's own accumulation does."""
-    deepspeed.init_distributed("gloo")
     found = {}
     x, y = ds.batches(ds.STEPS)
     size = ds.GLOBAL_BATCH // world

@@ -8,12 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import ds_harness as ds
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from ds_harness import run_ranks
 
 from deepspeed_plugin.checkpoints import CheckpointError
 from deepspeed_plugin.checkpoints.files import SavedCheckpoint
@@ -25,7 +24,6 @@ def _run(
     rank: int, world: int, jobs: list[ds.Job], first: int, last: int, load: str | None, save: str | None
 ) -> list[dict[str, np.ndarray]]:
     """Train steps [first, last) of several jobs, loading or saving a checkpoint around them."""
-    deepspeed.init_distributed("gloo")
     weights = []
     for index, job in enumerate(jobs):
         engine = ds.engine_of(job, world)
@@ -79,7 +77,6 @@ def test_resume_on_another_layout(
 
 
 def _continue_with(rank: int, world: int, job: ds.Job, folder: str) -> tuple[dict[str, Any], dict[str, Any], list[int]]:
-    deepspeed.init_distributed("gloo")
     torch.manual_seed(3)
     engine = ds.engine_of(job, world)
     engine.load_checkpoint(f"{folder}/0")
@@ -160,7 +157,6 @@ def test_files_in_the_old_format_can_be_read(tmp_path: Path) -> None:
 def _continue_unfused(
     rank: int, world: int, writer: ds.Job, reader: ds.Job, folder: str
 ) -> list[dict[str, np.ndarray]]:
-    deepspeed.init_distributed("gloo")
     first = ds.engine_of(writer, world)
     ds.train_step(first, rank, world, 0)
     first.save_checkpoint(folder)
@@ -193,7 +189,6 @@ def test_masters_follow_the_weights_at_stage_0(tmp_path: Path) -> None:
 def _change_optimizer(
     rank: int, world: int, writer: ds.Job, readers: list[ds.Job], folder: str
 ) -> tuple[dict[str, np.ndarray], list[str | dict[str, np.ndarray]]]:
-    deepspeed.init_distributed("gloo")
     engine = ds.engine_of(writer, world)
     old = {}
     for step, tag in enumerate(("old", "new")):

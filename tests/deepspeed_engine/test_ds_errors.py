@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,11 +13,12 @@ import deepspeed
 import ds_harness as ds
 import pytest
 import torch
-from ranks import run_ranks
+from ds_harness import run_ranks
 from torch import nn
 
 import deepspeed_plugin
 from deepspeed_plugin.checkpoints import CheckpointError
+from deepspeed_plugin.layouts import _ZeroOneTwo
 from rankwise.layout.layout import LayoutError
 from rankwise.options.validation import OptionError
 
@@ -79,7 +81,6 @@ def _absent_checkpoints(folders: list[str]) -> list[str]:
 
 
 def _bad_blocks(rank: int, world: int, folders: list[str]) -> list[str]:
-    deepspeed.init_distributed("gloo")
     found = []
     for index, (name, params, _) in enumerate(BAD_BLOCKS):
         for initialize in (deepspeed.initialize, deepspeed_plugin.initialize):
@@ -121,7 +122,6 @@ def _told(work: Callable[..., Any], *args: Any) -> str:
 
 def _corrupted(rank: int, world: int, config: dict[str, Any], folder: str) -> list[str]:
     """Change one model weight behind the wrapper's back, on all ranks or on one, and take a step, or save."""
-    deepspeed.init_distributed("gloo")
     found = []
     for name, culprit in (("MARS-AdamW", None), ("MKOR", None), ("MKOR", 0), ("LDAdam", 1)):
         job = ds.Job(name, ds.TYPES[name], config=config, dtype=torch.bfloat16)
@@ -142,7 +142,6 @@ def _not_a_number(rank: int, world: int, folder: str) -> list[str]:
 
     Saving plans, and so compares; a step would be skipped for its gradients.
     """
-    deepspeed.init_distributed("gloo")
     found = []
     for stage in range(4):
         config = {"zero_optimization": {"stage": stage}}
@@ -177,3 +176,14 @@ def test_a_misread_layout_is_refused(stage: int | str, tmp_path: Path) -> None:
     for messages in run_ranks(2, _corrupted, config, str(tmp_path)):
         assert all("differs from the model's weight" in message for message in messages), messages
         assert [message[-11:] for message in messages[2:]] == ["(on rank 0)"] * 2 + ["(on rank 1)"] * 2
+
+
+def test_a_renamed_attribute_is_refused_with_the_version() -> None:
+    """As after an upgrade of DeepSpeed that names the groups otherwise."""
+    wrapper = SimpleNamespace(single_partition_of_fp32_groups=[])
+    layout = _ZeroOneTwo.__new__(_ZeroOneTwo)
+    layout._engine = SimpleNamespace(optimizer=wrapper)  # type: ignore[assignment]
+    with pytest.raises(LayoutError, match=rf"'bit16_groups'.*DeepSpeed \({deepspeed.__version__}\).*0\.19"):
+        layout.refuse_other_attributes()
+    wrapper.bit16_groups = []
+    layout.refuse_other_attributes()

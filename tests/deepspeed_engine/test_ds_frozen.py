@@ -10,7 +10,7 @@ import deepspeed
 import ds_harness as ds
 import numpy as np
 import pytest
-from ranks import run_ranks
+from ds_harness import run_ranks
 
 from deepspeed_plugin.checkpoints import CheckpointError
 
@@ -32,7 +32,6 @@ def _engine(job: ds.Job, world: int) -> Any:
 
 
 def _save(rank: int, world: int, stage: int, folder: str) -> dict[str, np.ndarray]:
-    deepspeed.init_distributed("gloo")
     engine = _engine(_job("MARS-M", 0, stage), world)
     for step, tag in enumerate(("earlier", "newest")):
         ds.train_step(engine, rank, world, step)
@@ -52,7 +51,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def _load(rank: int, world: int, stage: int, folder: str) -> dict[str, dict[str, Any]]:
-    deepspeed.init_distributed("gloo")
     found = {}
     for case, (name, tag, options) in CASES.items():
         engine = _engine(_job(name, 1, stage), world)

@@ -12,11 +12,13 @@ import ds_harness as ds
 import numpy as np
 import pytest
 import torch
-from fused_networks import LAYERS, TOKENS, Network, as_fused
-from ranks import once, run_ranks
+from ds_harness import run_ranks
+from fused_networks import LAYERS, TOKENS, Network, as_fused, with_a_row_moved
+from ranks import once
 
 import deepspeed_plugin  # noqa: F401
 from rankwise import MARS, MKOR, LDAdam, annotate
+from rankwise.routing.fused_shape import FusedShape
 
 STEPS = 4
 F64, F32 = torch.float64, torch.float32
@@ -33,19 +35,15 @@ BLOCKS: dict[str, Any] = {
     "column_heads.weight": {"q": 12, "k": 12, "v": 12, "heads": [2, 2, 2]},
     "latent_heads.weight": {"k": 7, "v": 6, "groups": 2, "heads": [1, 1]},
 }
+
+
+def _as_option(fused: FusedShape) -> dict[str, Any]:
+    heads = {"heads": list(fused.heads)} if fused.heads else {}
+    return {**dict(fused.parts), "groups": fused.groups, **heads}
+
+
 # A row of each, or of each head, given to another part.
-MOVED: dict[str, Any] = {
-    "qkv.weight": {"q": 13, "k": 7, "v": 6},
-    "conv.weight": {"q": 9, "k": 7, "v": 8},
-    "groups.weight": {"q": 13, "k": 2, "v": 3, "groups": 2},
-    "gate_up.weight": [17, 15],
-    "alternating.weight": {"gate": 9, "up": 7},
-    "down.weight": {"kv": 11, "k_rope": 5},
-    "stack.weight": {"gate": 8, "up": 6},
-    "grouped_heads.weight": {"q": 14, "k": 4, "v": 6, "groups": 2, "heads": [2, 1, 1]},
-    "column_heads.weight": {"q": 14, "k": 10, "v": 12, "heads": [2, 2, 2]},
-    "latent_heads.weight": {"k": 8, "v": 5, "groups": 2, "heads": [1, 1]},
-}
+MOVED = {f"{name}.weight": _as_option(with_a_row_moved(name)) for name in LAYERS}
 SHARED = {"lr": 1e-2, "weight_decay": 0.1}
 TYPES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "MARS-M": (MARS, {"ns_dtype": "DTYPE", **SHARED}, {"variant": "muon"}),
@@ -73,7 +71,6 @@ class Run:
 
 
 def _engines(rank: int, world: int, *runs: Run) -> list[dict[str, tuple[dict[str, np.ndarray], set[str]]]]:
-    deepspeed.init_distributed("gloo")
     return [{name: _engine(rank, world, name, run) for name in TYPES} for run in runs]
 
 

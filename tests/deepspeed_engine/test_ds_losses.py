@@ -11,7 +11,7 @@ import ds_harness as ds
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ds_harness import run_ranks
 from torch import Tensor, nn
 
 STEPS = 3
@@ -92,7 +92,6 @@ def _note(fed: list[float], loss: float) -> bool:
 
 def _losses(rank: int, world: int) -> list[tuple[str, list[float], list[float]]]:
     """By loop: the losses that the detector was fed, and the mean over micro-batches and ranks of those trained on."""
-    deepspeed.init_distributed("gloo")
     found = []
     x, y = ds.batches(ds.STEPS)
     size = ds.GLOBAL_BATCH // world
@@ -131,7 +130,6 @@ def _hooks(model: nn.Module) -> int:
 
 def _one_after_the_other(rank: int, world: int) -> dict[str, list[int]]:
     """Several engines on one model: hooks on it once each of them is gone."""
-    deepspeed.init_distributed("gloo")
     found: dict[str, list[int]] = {}
     kept = []
     for stage in (0, 1):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
-from ranks import run_ranks
+from ds_harness import run_ranks
 from torch import nn
 
 import deepspeed_plugin

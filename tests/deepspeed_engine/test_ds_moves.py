@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
-from ranks import run_ranks
+from ds_harness import run_ranks
 
 from deepspeed_plugin.checkpoints import CheckpointError
-from deepspeed_plugin.checkpoints import other_layouts as moving
+from deepspeed_plugin.checkpoints import by_name as moving
+from deepspeed_plugin.checkpoints.by_name import client_state_of, restore_engine
 from deepspeed_plugin.checkpoints.load_plan import Wanted
-from deepspeed_plugin.checkpoints.loading import client_state_of, restore_engine
 
 
 def _job(name: str, stage: int, **config: Any) -> ds.Job:
@@ -31,7 +31,6 @@ def _job(name: str, stage: int, **config: Any) -> ds.Job:
 
 
 def _save(rank: int, world: int, job: ds.Job, steps: int, folder: str) -> dict[str, np.ndarray]:
-    deepspeed.init_distributed("gloo")
     engine = ds.engine_of(job, world)
     for step in range(steps):
         ds.train_step(engine, rank, world, step)
@@ -63,7 +62,6 @@ def _load(
 
 def _resave(rank: int, world: int, jobs: list[ds.Job], folder: str) -> None:
     """Load and save at once, before any step; of the second, AdamW's, the weights alone."""
-    deepspeed.init_distributed("gloo")
     for index, job in enumerate(jobs):
         engine = ds.engine_of(job, world)
         engine.load_checkpoint(f"{folder}/first{index}", tag="tag", load_optimizer_states=index == 0)
@@ -72,7 +70,6 @@ def _resave(rank: int, world: int, jobs: list[ds.Job], folder: str) -> None:
 
 
 def _continue_both(rank: int, world: int, job: ds.Job, folder: str) -> list[tuple[str, dict[str, Any]]]:
-    deepspeed.init_distributed("gloo")
     return [_load(rank, world, job, f"{folder}/{name}", steps=1) for name in ("first0", "second0", "second1")]
 
 
@@ -94,7 +91,6 @@ def test_saved_before_the_first_step(tmp_path: Path) -> None:
 
 
 def _attempts(rank: int, world: int, attempts: list[tuple[ds.Job, str, dict[str, Any]]]) -> list[str]:
-    deepspeed.init_distributed("gloo")
     messages = []
     for job, folder, options in attempts:
         engine = ds.engine_of(job, world)
@@ -150,7 +146,6 @@ def _scaler(engine: Any) -> dict[str, Any]:
 
 def _scale(rank: int, world: int, job: ds.Job, folder: str, save: bool) -> tuple[dict[str, Any], float]:
     get_accelerator().is_fp16_supported = lambda: True
-    deepspeed.init_distributed("gloo")
     engine = ds.engine_of(job, world)
     if save:
         for step in range(3):
@@ -246,7 +241,6 @@ def _halved(src: Mapping[str, torch.Tensor], dst: torch.nn.Module) -> None:
 
 
 def _arguments(rank: int, world: int, stage: int, folder: str) -> dict[str, dict[str, Any]]:
-    deepspeed.init_distributed("gloo")
     cases: dict[str, dict[str, Any]] = {
         "all": {},
         "module": {"load_module_only": True},
@@ -301,7 +295,6 @@ class _Longer(ds.Net):
 
 
 def _other_model(rank: int, world: int, job: ds.Job, folder: str) -> tuple[Any, ...]:
-    deepspeed.init_distributed("gloo")
     messages: list[Any] = []
     for strict in (True, False):
         torch.manual_seed(1)
@@ -332,7 +325,6 @@ def test_another_model_is_refused_unless_asked_for(tmp_path: Path) -> None:
 
 
 def _masters(rank: int, world: int, job: ds.Job, folder: str, save: bool) -> dict[str, np.ndarray]:
-    deepspeed.init_distributed("gloo")
     engine = ds.engine_of(job, world)
     if save:
         ds.train_step(engine, rank, world, 0)
@@ -364,7 +356,6 @@ def test_full_precision_weights_travel(
 
 
 def _continue(rank: int, world: int, job: ds.Job, folder: str, steps: int) -> tuple[str, dict[str, Any]]:
-    deepspeed.init_distributed("gloo")
     return _load(rank, world, job, folder, steps)
 
 

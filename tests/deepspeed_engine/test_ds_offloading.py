@@ -5,14 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import deepspeed
 import ds_harness as ds
 import numpy as np
 import pytest
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.offload_states import offload_optimizer_states, reload_optimizer_states
-from ranks import run_ranks
+from ds_harness import run_ranks
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -99,7 +98,6 @@ def test_all_states_leave_a_device_and_return_to_their_places(name: str, monkeyp
 
 def _trained(rank: int, world: int, jobs: list[ds.Job], folder: str, away: bool) -> list[dict[str, np.ndarray]]:
     """Weights and a hash of the states of runs whose states are away for a while, or not."""
-    deepspeed.init_distributed("gloo")
     found = []
     for index, job in enumerate(jobs):
         engine = ds.engine_of(job, world)
@@ -127,7 +125,6 @@ def test_a_run_whose_states_were_away_is_the_same(stage: int, tmp_path: Any) -> 
 
 
 def _refused(rank: int, world: int, job: ds.Job) -> str:
-    deepspeed.init_distributed("gloo")
     engine = ds.engine_of(job, world)
     ds.train_step(engine, rank, world, 0)
     before = ds.digest(engine.basic_optimizer)

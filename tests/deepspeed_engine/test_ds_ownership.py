@@ -10,7 +10,7 @@ import deepspeed
 import ds_harness as ds  # noqa: F401  (registers the types)
 import pytest
 import torch
-from ranks import run_ranks
+from ds_harness import run_ranks
 
 from rankwise.launch.models import build_model
 from rankwise.launch.planning.cluster import Cluster
@@ -53,7 +53,6 @@ def _planned(engine: Any, config: dict[str, Any], rank: int, world: int, stage: 
 
 def _held(rank: int, world: int, stages: list[int]) -> dict[tuple[str, int], tuple[int, int, float, list[str]]]:
     """Per type and stage: bytes of matrix state here, sum of planned loads, the largest load over mean, keys."""
-    deepspeed.init_distributed("gloo")
     found = {}
     for stage in stages:
         for name in ("ldadam", "mkor"):

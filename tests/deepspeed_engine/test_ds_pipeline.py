@@ -17,8 +17,8 @@ import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from ds_harness import run_ranks
 from ds_pipeline import PipelineJob
-from ranks import run_ranks
 from torch import nn
 
 from deepspeed_plugin.checkpoints import CheckpointError
@@ -66,7 +66,6 @@ class Outcome:
 
 
 def _train_and_resume(rank: int, world: int, job: PipelineJob, names: tuple[str, ...], folder: str) -> list[Outcome]:
-    deepspeed.init_distributed("gloo")
     found = []
     for name in names:
         engine = pipe.engine_of(replace(job, name=name), world)
@@ -122,7 +121,6 @@ def test_stages_follow_one_process_and_resume(cell: str, tmp_path: Path) -> None
 
 
 def _bare(rank: int, world: int, name: str) -> dict[str, np.ndarray]:
-    deepspeed.init_distributed("gloo")
     engine = pipe.engine_of(PipelineJob(name, bare_first_stage=True), world)
     pipe.train(engine, range(pipe.STEPS))
     return ds.weights_of(engine.module)
@@ -156,7 +154,6 @@ def _start(model: nn.Module, name: str = "LDAdam", **config: Any) -> Any:
 
 
 def _refusals(rank: int, world: int, folder: str) -> list[str]:
-    deepspeed.init_distributed("gloo")
 
     def vectors() -> Any:
         return _start(PipelineModule([nn.Embedding(5, 4), nn.LayerNorm(4)], num_stages=2, loss_fn=pipe.loss_of))

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import ds_harness as ds
 import numpy as np
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
-from ranks import run_ranks
+from ds_harness import run_ranks
 
 from deepspeed_plugin.checkpoints.converting import convert
 from rankwise.options.validation import OptionError
@@ -88,7 +87,6 @@ def _same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
 
 
 def _follows(rank: int, world: int, cells: tuple[tuple[str, int], ...]) -> None:
-    deepspeed.init_distributed("gloo")
     for name, stage in cells:
         engine = ds.engine_of(_job(name, stage), world)
         recorder, found = ds.Recorder(engine.basic_optimizer), []
@@ -134,7 +132,6 @@ def _engine(job: _Job, world: int) -> Iterator[Any]:
 
 def _saved(rank: int, world: int, folder: str) -> Any:
     """Of every kind of masters: at the save, and two steps later."""
-    deepspeed.init_distributed("gloo")
     found = {}
     adamw = replace(_job("LDAdam", 2, narrow=False), name=ds.REFERENCE, params=ds.REFERENCE_PARAMS)
     for name, job in ((True, _job("LDAdam", 2)), (False, _job("LDAdam", 2, narrow=False)), ("AdamW", adamw)):
@@ -150,7 +147,6 @@ def _saved(rank: int, world: int, folder: str) -> Any:
 
 
 def _resumed(rank: int, world: int, folder: str, moves: list[tuple[bool, int, bool]]) -> Any:
-    deepspeed.init_distributed("gloo")
     found = []
     for source, stage, narrow in moves:
         with _engine(_job("LDAdam", stage, narrow), world) as engine:
@@ -192,7 +188,6 @@ def test_checkpoints_move_between_kinds_of_masters_bit_for_bit(tmp_path: Path, m
 
 
 def _from_universal(rank: int, world: int, folder: str) -> Any:
-    deepspeed.init_distributed("gloo")
     job = _job("LDAdam", 3)
     with _engine(replace(job, config={**job.config, "checkpoint": {"load_universal": True}}), world) as engine:
         engine.load_checkpoint(folder, tag="universal")
@@ -207,7 +202,6 @@ def test_a_universal_checkpoint_has_whole_masters(tmp_path: Path) -> None:
 
 
 def _accessed(rank: int, world: int) -> None:
-    deepspeed.init_distributed("gloo")
     for stage in (2, 3):
         with _engine(_job("MARS-AdamW", stage), world) as engine:
             ds.train_step(engine, rank, world, 0)
@@ -225,7 +219,6 @@ def test_deepspeeds_accessors_give_and_take_whole_masters() -> None:
 
 
 def _refused(rank: int, world: int) -> list[str]:
-    deepspeed.init_distributed("gloo")
     plain, found = {"enabled": True}, []
     half = {"enabled": True, "bf16_master_weights_and_grads": True}
     cases: list[tuple[int, dict[str, Any], dict[str, Any]]] = [

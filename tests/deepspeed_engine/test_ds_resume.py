@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import ds_harness as ds
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from ds_harness import run_ranks
 
 # A factor step of MKOR's, and MKOR-H's switch, come after the fourth.
 STEPS, HALF = 7, 4
@@ -21,7 +20,6 @@ def _train(
     rank: int, world: int, jobs: list[ds.Job], folder: str, resume: bool
 ) -> list[tuple[str, dict[str, np.ndarray]]]:
     """Train and save on the way, or load and train the rest."""
-    deepspeed.init_distributed("gloo")
     found = []
     for index, job in enumerate(jobs):
         engine = ds.engine_of(job, world)
@@ -96,23 +94,3 @@ def test_buffers_in_8_bits_on_another_layout(tmp_path: Path) -> None:
     (_, moved) = run_ranks(3, _train, [_in_8_bits(3)], str(tmp_path / "two"), True)[0][0]
     initial = ds.weights_of(ds.model_of(_in_8_bits(3)))
     assert ds.error(moved, whole, initial) <= 0.5 * ds.error(whole, full, initial)
-
-
-def _saved_nowhere(rank: int, world: int, jobs: list[ds.Job]) -> list[list[str]]:
-    """What engines say of a folder that is none."""
-    deepspeed.init_distributed("gloo")
-    found = []
-    for job in jobs:
-        engine, said = ds.engine_of(job, world), []
-        for folder in (None, ""):
-            with pytest.raises(ValueError, match="save_dir") as error:
-                engine.save_checkpoint(folder)
-            said.append(str(error.value))
-        found.append(said)
-        engine.destroy()
-    return found
-
-
-def test_saving_without_a_folder_is_refused_in_the_words_of_deepspeed() -> None:
-    for ours, adamw in run_ranks(2, _saved_nowhere, [ds.at_stage(job, 2) for job in ds.jobs(["LDAdam"])]):
-        assert ours == adamw

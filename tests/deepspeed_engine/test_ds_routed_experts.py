@@ -7,7 +7,7 @@ import ds_harness as ds
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from ds_harness import run_ranks
 from routed_experts import INTERVAL, LR, MOMENTUM, STEPS, TOKENS, by_hand, data, make
 
 import deepspeed_plugin  # noqa: F401
@@ -38,7 +38,6 @@ def _engine(rank: int, world: int, stage: int) -> dict[str, np.ndarray]:
 
 
 def _engines(rank: int, world: int, stages: tuple[int, ...]) -> list[dict[str, np.ndarray]]:
-    deepspeed.init_distributed("gloo")
     return [_engine(rank, world, stage) for stage in stages]
 
 

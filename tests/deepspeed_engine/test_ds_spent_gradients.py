@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import deepspeed
 import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
-from ds_harness import TYPES, Job, engine_of, master_weights, train_step
-from ranks import run_ranks
+from ds_harness import TYPES, Job, engine_of, master_weights, run_ranks, train_step
 
 STEPS = 4
 OFFLOADED = [{"stage": stage, "offload_optimizer": {"device": "cpu"}} for stage in (2, 3)]
@@ -50,7 +48,6 @@ def _trained(rank: int, world: int, job: Job, spoilt: bool) -> dict[str, np.ndar
 
 def _all(rank: int, world: int) -> list[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]:
     get_accelerator().is_fp16_supported = lambda: True
-    deepspeed.init_distributed("gloo")
     base, found = Job("SONew", TYPES["SONew"]), []
     for dtype, zero, config in LAYOUTS:
         job = replace(base, dtype=dtype, config={"zero_optimization": zero, **config})
@@ -67,7 +64,6 @@ def test_what_becomes_of_gradients_matters_to_nothing() -> None:
 
 def test_a_model_s_own_gradients_stay() -> None:
     def main(rank: int, world: int) -> bool:
-        deepspeed.init_distributed("gloo")
         job = Job("SONew", TYPES["SONew"], config={"zero_optimization": {"stage": 0}})
         engine = engine_of(job, world)
         train_step(engine, rank, world, 0)

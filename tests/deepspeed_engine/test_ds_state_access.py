@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import deepspeed
 import ds_harness as ds
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
     safe_set_local_optimizer_state,
 )
-from ranks import run_ranks
+from ds_harness import run_ranks
 
 STEPS = 1  # a second gradient depends on how the first update was rounded
 CELLS: list[tuple[str, dict[str, Any], torch.dtype]] = [
@@ -113,7 +112,6 @@ def _check_pieces(engine: Any, written: Any, kept: dict[str, dict[str, np.ndarra
 
 
 def _every_cell(rank: int, world: int) -> int:
-    deepspeed.init_distributed("gloo")
     checked = 0
     for name in ("MARS-M", "LDAdam", "SONew"):
         job = ds.Job(name, ds.TYPES[name])
@@ -137,7 +135,6 @@ def test_states_are_read_and_written_by_parameter() -> None:
 
 
 def _types_of_pieces(rank: int, world: int) -> set[torch.dtype]:
-    deepspeed.init_distributed("gloo")
     params = {**ds.TYPES["LDAdam"], "error_dtype": "int8"}
     engine = ds.engine_of(ds.Job("LDAdam", params, config={"zero_optimization": {"stage": 3}}), world)
     ds.train_step(engine, rank, world, 0)

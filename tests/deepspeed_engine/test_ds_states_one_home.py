@@ -10,7 +10,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
-from ranks import run_ranks
+from ds_harness import run_ranks
 from torch import Tensor, nn
 
 import deepspeed_plugin  # noqa: F401  registers the types

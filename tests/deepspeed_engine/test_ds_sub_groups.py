@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import deepspeed
 import ds_harness as ds
 import numpy as np
 import pytest
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from ranks import run_ranks
+from ds_harness import run_ranks
 from torch import Tensor, nn
 
 from deepspeed_plugin import registry
@@ -37,7 +36,6 @@ def _train(engine: object, rank: int, world: int, steps: range) -> dict[str, np.
 
 
 def _of_every_size(rank: int, world: int, names: list[str]) -> list[list[tuple[int, dict[str, np.ndarray]]]]:
-    deepspeed.init_distributed("gloo")
     found: list[list[tuple[int, dict[str, np.ndarray]]]] = []
     for name in names:
         found.append([])
@@ -69,7 +67,6 @@ def _as_deepspeed_cuts() -> None:
 
 
 def _step_apart(rank: int, world: int) -> str:
-    deepspeed.init_distributed("gloo")
     _as_deepspeed_cuts()
     engine = ds.engine_of(_job("MKOR", 40), world)
     try:
@@ -80,7 +77,6 @@ def _step_apart(rank: int, world: int) -> str:
 
 
 def _save_apart(rank: int, world: int, folder: str) -> None:
-    deepspeed.init_distributed("gloo")
     _as_deepspeed_cuts()
     together = rule._bundled
     rule._bundled = lambda key, bias, unit, table: (
@@ -92,7 +88,6 @@ def _save_apart(rank: int, world: int, folder: str) -> None:
 
 
 def _load(rank: int, world: int, folder: str, states: bool) -> str:
-    deepspeed.init_distributed("gloo")
     engine = ds.engine_of(_job("MKOR", 40), world)
     before = ds.master_weights(engine)
     try:

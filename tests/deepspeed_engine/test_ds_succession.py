@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.utils import safe_get_full_optimizer_state
-from ranks import run_ranks
+from ds_harness import run_ranks
 
 from deepspeed_plugin.checkpoints import CheckpointError
 from rankwise.checkpoint.named_vectors import stored_shards
@@ -120,7 +120,6 @@ def _moments_in_partition(wrapper: Any, names: dict[Any, str], state: Any) -> di
 
 def _train(rank: int, world: int, cells: list[str], folder: str) -> dict[str, Any]:
     """AdamW's weights and moments when it was saved."""
-    deepspeed.init_distributed("gloo")
     found = {}
     for label in cells:
         engine = _engine("AdamW", WRITTEN[label], world)
@@ -146,7 +145,6 @@ def _pieces(engine: Any) -> list[tuple[str, str, int, np.ndarray]]:
 def _take_over(
     rank: int, world: int, moves: list[tuple[str, str, dict[str, Any], tuple[str, ...]]], folder: str
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    deepspeed.init_distributed("gloo")
     found = {}
     for label, source, cell, types in moves:
         for name in types:
@@ -217,7 +215,6 @@ def test_moments_go_on(tmp_path: Path) -> None:
 
 
 def _refused(rank: int, world: int, folder: str) -> str:
-    deepspeed.init_distributed("gloo")
     engine = _engine("LDAdam", CELLS["stage 2"], world)
     before = ds.master_weights(engine)
     try:
@@ -241,7 +238,6 @@ def test_ranks_refuse_together_what_one_cannot_take(tmp_path: Path) -> None:
 
 def _from_muon(rank: int, world: int, folder: str) -> dict[int, Any]:
     """Weights of DeepSpeed's Muon, and what MARS-M has of its checkpoint."""
-    deepspeed.init_distributed("gloo")
     found = {}
     for stage in (1, 2, 3):
         block = {"stage": stage, "reduce_scatter": False}

@@ -12,7 +12,8 @@ import deepspeed
 import ds_harness as ds
 import pytest
 import torch
-from ranks import run_ranks
+from deepspeed.accelerator import get_accelerator
+from ds_harness import run_ranks
 
 from deepspeed_plugin.support import refuse_settings
 from rankwise import MARS
@@ -80,19 +81,16 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], key: st
     assert fix in str(refusal.value)
 
 
-def _partial_offload(rank: int, world: int) -> str:
-    deepspeed.init_distributed("gloo")
-    job = ds.ours()[1]
-    offload = {"device": "cpu", "ratio": 0.5}
+def _started(rank: int, world: int, job: ds.Job) -> str:
+    get_accelerator().is_fp16_supported = lambda: True
     try:
-        ds.engine_of(replace(job, config={"zero_optimization": {"stage": 3, "offload_optimizer": offload}}), world)
+        ds.engine_of(job, world)
     except OptionError as error:
         return str(error)
     return "started"
 
 
 def _replaced(rank: int, world: int) -> str:
-    deepspeed.init_distributed("gloo")
     model = ds.model_of(ds.ours()[0])
     mine = MARS(model.parameters())
     theirs = torch.optim.AdamW(mine.param_groups)  # as accelerate does under optimizer offload
@@ -104,16 +102,26 @@ def _replaced(rank: int, world: int) -> str:
     return f"{type(mine).__name__} was forgotten"
 
 
+PARTLY = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+REFUSED: list[tuple[Any, tuple[str, ...]]] = [
+    ((_started, replace(ds.ours()[1], config={"zero_optimization": PARTLY})), ("ratio=0.5",)),
+    (
+        (_started, ds.at_stage(ds.Job("MKOR", ds.TYPES["MKOR"], dtype=torch.float16), 0)),
+        ("zero_optimization.stage=0 is invalid", "loss scale (256)", "use stage 1"),
+    ),
+    ((_replaced,), ("a framework replaced it",)),
+]
+
+
 @pytest.mark.slow
-def test_real_engines_refuse_alike_on_every_rank() -> None:
-    for fn, words in ((_partial_offload, "ratio=0.5"), (_replaced, "a framework replaced it")):
-        messages = run_ranks(2, fn)
-        assert len(set(messages)) == 1
-        assert words in messages[0]
+@pytest.mark.parametrize(("attempt", "words"), REFUSED, ids=["offload", "loss scale", "replaced"])
+def test_real_engines_refuse_alike_on_every_rank(attempt: Any, words: tuple[str, ...]) -> None:
+    messages = run_ranks(2, *attempt)
+    assert len(set(messages)) == 1
+    assert all(word in messages[0] for word in words)
 
 
 def _with_monitor(rank: int, world: int, folder: str) -> dict[str, int]:
-    deepspeed.init_distributed("gloo")
     found = {}
     for job in ds.ours():
         monitor = {"enabled": True, "output_path": folder, "job_name": job.name}

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import deepspeed
 import ds_harness as ds
 import pytest
 import torch
 from collectives import recorded
-from ranks import run_ranks
+from ds_harness import run_ranks
 
 from rankwise.comm.message_format import WireFormat
 from rankwise.comm.owner_plan import MatrixPlan
@@ -89,7 +88,6 @@ def _at_home(batch: Any, plan: MatrixPlan, layout: Any) -> Any:
 
 
 def _all(rank: int, world: int) -> dict[tuple[str, int], Cell]:
-    deepspeed.init_distributed("gloo")
     return {(name, stage): _cell(name, stage, rank, world) for name in PARAMS for stage in STAGES}
 
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from autotp_runs import Cell, Outcome
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
-from ds_harness import REFERENCE, TYPES, error
-from ranks import run_ranks
+from ds_harness import REFERENCE, TYPES, error, run_ranks
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
 
@@ -36,7 +35,6 @@ def _loss(model: nn.Module, logits: Tensor, shifted: Tensor, group: Any) -> Tens
 
 
 def _shared(rank: int, world: int, cells: list[Cell]) -> list[Outcome]:
-    deepspeed.init_distributed("gloo")
     found = []
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=tp.model_of(cells[0]),

@@ -9,13 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import ds_harness as ds
 import numpy as np
 import pytest
 import torch
 from deepspeed.checkpoint import ds_to_universal
-from ranks import run_ranks
+from ds_harness import run_ranks
 
 from deepspeed_plugin.checkpoints import CheckpointError, convert, loading
 from deepspeed_plugin.checkpoints.universal import UniversalCheckpoint, UniversalWeights
@@ -59,7 +58,6 @@ def _jobs(*names: str) -> list[ds.Job]:
 
 
 def _train(rank: int, world: int, jobs: list[ds.Job], last: int, save: str | None) -> list[dict[str, np.ndarray]]:
-    deepspeed.init_distributed("gloo")
     weights = []
     for job in jobs:
         engine = ds.engine_of(job, world)
@@ -74,7 +72,6 @@ def _train(rank: int, world: int, jobs: list[ds.Job], last: int, save: str | Non
 
 def _resume(rank: int, world: int, jobs: list[ds.Job], folder: str, last: int) -> list[dict[str, Any]]:
     """Load a universal checkpoint into other weights than the saved ones, and train on."""
-    deepspeed.init_distributed("gloo")
     found = []
     for job in jobs:
         engine = ds.engine_of(job, world)
@@ -191,7 +188,6 @@ def test_from_and_to_adamw(tmp_path: Path, writer: str, reader: str, stage: int)
 
 
 def _resume_from_another(rank: int, world: int, job: ds.Job, folder: str) -> dict[str, Any]:
-    deepspeed.init_distributed("gloo")
     engine = ds.engine_of(job, world)
     said: list[str] = []
     loading.print_on_first_rank = said.append
@@ -219,7 +215,6 @@ def test_nothing_to_convert(tmp_path: Path) -> None:
 
 
 def _attempts(rank: int, world: int, job: ds.Job, folders: list[str]) -> list[str]:
-    deepspeed.init_distributed("gloo")
     messages = []
     for folder in folders:
         engine = ds.engine_of(job, world)

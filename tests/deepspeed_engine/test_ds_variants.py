@@ -12,7 +12,7 @@ import pytest
 import torch
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.sequence_parallel.parallel_state_sp import initialize_sequence_parallel
-from ranks import run_ranks
+from ds_harness import run_ranks
 from torch import nn
 
 STEPS = 4
@@ -111,7 +111,6 @@ def test_autocast(stage: int) -> None:
 
 def _sequence_parallel(rank: int, world: int, stage: int) -> tuple[list[Any], list[Any]]:
     """What :func:`_observed` finds in a step on a sequence shared by two ranks."""
-    deepspeed.init_distributed("gloo")
     initialize_sequence_parallel(world)
     sizes = {"sequence_parallel_size": world, "train_micro_batch_size_per_gpu": ds.GLOBAL_BATCH}
     share = slice(rank * ds.LENGTH // world, (rank + 1) * ds.LENGTH // world)
@@ -120,7 +119,6 @@ def _sequence_parallel(rank: int, world: int, stage: int) -> tuple[list[Any], li
 
 def _summed(rank: int, world: int, stage: int) -> tuple[list[Any], list[Any]]:
     """What :func:`_observed` finds where gradients are summed over the ranks, not averaged."""
-    deepspeed.init_distributed("gloo")
     size = ds.GLOBAL_BATCH // world
     share = slice(rank * size, (rank + 1) * size)
     return _observed(world, stage, (share, slice(None)), {"gradient_allreduce_op": "sum"})
@@ -194,7 +192,6 @@ def test_two_param_groups(stage: int) -> None:
 
 def _with_empty_group(rank: int, world: int, stage: int) -> list[bool]:
     """Whether a param group without parameters, in front of two others, changes nothing."""
-    deepspeed.init_distributed("gloo")
     same = []
     for name in ("MARS-M", "LDAdam", "MKOR"):
         job = ds.Job(name, ds.TYPES[name], config={"zero_optimization": {"stage": stage}}, split=True)
@@ -245,7 +242,6 @@ def test_warmup_from_zero(stage: int) -> None:
 
 def _lonely_matrix(rank: int, world: int) -> list[float]:
     """Train a model one of whose param groups is a matrix too small for every rank to hold a part of it."""
-    deepspeed.init_distributed("gloo")
     losses = []
     for name, params in ds.TYPES.items():
         torch.manual_seed(0)

@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import deepspeed
 import ds_harness as ds
 import numpy as np
 import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from ranks import run_ranks
+from ds_harness import run_ranks
 
 
 def _save(rank: int, world: int, jobs: list[ds.Job], folder: str) -> list[dict[str, np.ndarray]]:
-    deepspeed.init_distributed("gloo")
     masters = []
     for index, job in enumerate(jobs):
         engine = ds.engine_of(job, world)

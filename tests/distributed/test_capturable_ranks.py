@@ -51,7 +51,7 @@ def _train(rank: int, world: int, name: str, layout: str, capturable: bool) -> d
                     framework.optimizer.step()
             else:
                 graph.replay()
-    found = {f"{piece.name} {piece.start}": value.clone() for piece, value in framework.pieces()}
+    found = {f"{piece.key} {piece.start}": value.clone() for piece, value in framework.pieces()}
     for key, state in framework.optimizer.matrix_states.items():
         if name == "ldadam-plain" and key == "unused.weight":
             # A gradient of zero leaves any basis open: this one is kept, and that of the twin is completed anew.

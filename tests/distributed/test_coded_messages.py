@@ -96,7 +96,7 @@ def _step(
 def _in_halves(rank: int, count: int = 4) -> tuple[Layout, list[MatrixTask]]:
     """Matrices cut in two within a block."""
     cuts = (0, 300), (300, prod(SHAPE))
-    ranks = [tuple(Shard(f"m{i}", SHAPE, *cut, 0, 0) for i in range(count)) for cut in cuts]
+    ranks = [tuple(Shard(f"m{i}", *cut, 0, shape=SHAPE, tensor=0) for i in range(count)) for cut in cuts]
     tasks = [MatrixTask(f"m{i}", (f"m{i}",), (), 1.0) for i in range(count)]
     return Layout(tuple(ranks), rank, dist.group.WORLD), tasks
 
@@ -225,7 +225,7 @@ def test_random_layouts_and_sizes_as_planned(world: int) -> None:
 
 def _copies(rank: int, world: int) -> list[Tensor]:
     shapes = {f"m{index}": SHAPE for index in range(3)}
-    ranks = tuple(tuple(Shard(key, SHAPE, 0, prod(SHAPE), 0, 0) for key in shapes) for _ in range(world))
+    ranks = tuple(tuple(Shard(key, 0, prod(SHAPE), 0, shape=SHAPE, tensor=0) for key in shapes) for _ in range(world))
     layout = Layout(ranks, rank, dist.group.WORLD, True)
     tasks = [MatrixTask(key, (key,), (), 1.0) for key in shapes]
     generator = torch.Generator().manual_seed(0)

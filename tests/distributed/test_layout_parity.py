@@ -49,7 +49,7 @@ def _run(case: str, layout: str, rank: int, world: int, dtype: torch.dtype) -> O
         framework.step()
     error = 0.0
     for piece, values in framework.pieces():
-        difference = (values - run_of(expected[piece.name], piece)).abs().max()
+        difference = (values - run_of(expected[piece.key], piece)).abs().max()
         # A comparison with NaN is false: it must not pass.
         error = max(error, float(difference.nan_to_num(nan=torch.inf)))
     optimizer = framework.optimizer

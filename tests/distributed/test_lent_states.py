@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from saved_files import through_a_file
 from simulated import CASES, Framework, reference, run_of, world_group
 from torch import Tensor
 
@@ -67,18 +67,11 @@ def _same(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-def _reloaded(state: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
 def _continued(build: Callable[[], Framework], weights: list[Tensor], state: Any, count: int) -> Framework:
     resumed = build()
     for (tensor, _), weight in zip(resumed.shards, weights, strict=True):
         tensor.data.copy_(weight)
-    resumed.optimizer.load_state_dict(_reloaded(state))
+    resumed.optimizer.load_state_dict(through_a_file(state))
     resumed.count = count
     return resumed
 
@@ -138,7 +131,7 @@ def _resume(rank: int, world: int, layout: str) -> Outcome:
     for before in (False, True):
         with lent(before):
             saved = _steps(build(), 2)
-            state, weights = _reloaded(saved.optimizer.state_dict()), _weights(saved)
+            state, weights = through_a_file(saved.optimizer.state_dict()), _weights(saved)
         with lent():
             resumed = _continued(build, weights, state, 2)
             # Saved once more before the factors have moved to where they are kept now.
@@ -195,7 +188,7 @@ def _restore(rank: int, world: int, folder: Path, extra: Any, every: bool) -> fl
         restore(optimizer, VectorFolder(folder), world_group(), extra)
         framework.count = 5
         _steps(framework, 4)
-    errors = [(values - run_of(expected[piece.name], piece)).abs().max() for piece, values in framework.pieces()]
+    errors = [(values - run_of(expected[piece.key], piece)).abs().max() for piece, values in framework.pieces()]
     return float(max(errors)) / change
 
 

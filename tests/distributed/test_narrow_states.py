@@ -81,7 +81,7 @@ def _alone(case: Case, dtype: torch.dtype, fewest: int) -> dict[str, Tensor]:
     key = (case.name, dtype, fewest)
     if key not in _ALONE:
         (held,) = _follow(0, 1, [case], dtype, ["replicated"], fewest)
-        _ALONE[key] = {piece.name: values for piece, values in held}
+        _ALONE[key] = {piece.key: values for piece, values in held}
     return _ALONE[key]
 
 
@@ -98,7 +98,7 @@ def test_a_layout_follows_one_process(world: int, fewest: int) -> None:
     for at, (case, layout) in enumerate((case, layout) for case in CASES for layout in LAYOUTS):
         expected = _alone(case, torch.float64, fewest)
         held = [each for outcome in outcomes for each in outcome[at]]
-        error = max(float((values - run_of(expected[piece.name], piece)).abs().max()) for piece, values in held)
+        error = max(float((values - run_of(expected[piece.key], piece)).abs().max()) for piece, values in held)
         assert error <= 1e-10, (case.name, layout, error)
 
 
@@ -109,4 +109,4 @@ def test_where_nothing_is_summed_bit_for_bit(world: int, fewest: int) -> None:
     for at, (case, layout) in enumerate((case, layout) for case in EXACT for layout in LAYOUTS):
         expected = _alone(case, torch.float32, fewest)
         for piece, values in (each for outcome in outcomes for each in outcome[at]):
-            assert torch.equal(values, run_of(expected[piece.name], piece)), (case.name, layout)
+            assert torch.equal(values, run_of(expected[piece.key], piece)), (case.name, layout)

@@ -76,7 +76,7 @@ def test_a_group_added_under_ddp_moves_no_owner() -> None:
 
 
 def test_given_owners_are_kept_and_carry_their_load() -> None:
-    shards = tuple(Shard(key, (4, 4), 0, 16, index, 0) for index, key in enumerate("abc"))
+    shards = tuple(Shard(key, 0, 16, 0, shape=(4, 4), tensor=index) for index, key in enumerate("abc"))
     layout = Layout((shards, shards), replicated=True)
     tasks = [MatrixTask(key, (key,), (), cost) for key, cost in (("a", 1.0), ("b", 2.0), ("c", 10.0))]
     assert plan_matrices(layout, tasks, [0.0, 0.0])[0].owners == {"c": 0, "b": 1, "a": 1}

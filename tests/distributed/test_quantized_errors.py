@@ -63,7 +63,7 @@ def _expected(pieces: Sequence[Slice], rounded: bool = True) -> dict[str, Tensor
         for name, parameter in named.items():
             error = optimizer.state[parameter].get("error")
             if error is not None and rounded:
-                _round(error, {piece.columns for piece in pieces if piece.name == name})
+                _round(error, {piece.columns for piece in pieces if piece.key == name})
     return {name: parameter.detach() for name, parameter in named.items()}
 
 
@@ -77,7 +77,7 @@ def test_follows_the_oracle(world: int) -> None:
         expected, exact = _expected(pieces), _expected(pieces, rounded=False)
         start = {name: parameter.detach() for name, parameter in Model(torch.float64).named_parameters()}
         rounding = max(float((expected[name] - exact[name]).abs().max()) for name in exact)
-        error = max(float((values - run_of(expected[piece.name], piece)).abs().max()) for piece, values in held)
+        error = max(float((values - run_of(expected[piece.key], piece)).abs().max()) for piece, values in held)
         moved = max(float((expected[name] - start[name]).abs().max()) for name in exact)
         assert error <= 1e-10 * moved < 1e-4 * rounding, layout
 

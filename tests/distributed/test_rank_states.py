@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from saved_files import through_a_file
 from simulated import CASES, LAYOUTS, Framework, reference, world_group
 from torch import Tensor
 
@@ -18,13 +18,6 @@ LIKES = ("mars-lion", "ldadam-plain", "mkor-ema-lamb")
 CELLS = [(case, layout) for layout in LAYOUTS for case in KINDS]
 CELLS += [(case, layout) for layout in ("replicated", "cut") for case in LIKES]
 WORLD, BEFORE, AFTER = 3, 4, 3
-
-
-def _through_a_file(state: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 def _differences(one: Any, other: Any, path: str = "") -> list[str]:
@@ -59,11 +52,11 @@ def _resume_one(case: str, layout: str, rank: int, world: int) -> dict[str, Any]
     keys = sorted(state["matrix_states"])
     if layout == "replicated" and world > 1:
         # The framework keeps rank 0's dictionary only.
-        box = [_through_a_file(state) if rank == 0 else None]
+        box = [through_a_file(state) if rank == 0 else None]
         dist.broadcast_object_list(box, src=0)
         state = box[0]
     else:
-        state = _through_a_file(state)
+        state = through_a_file(state)
 
     resumed = build()
     for (tensor, _), weight in zip(resumed.shards, weights, strict=True):

@@ -116,44 +116,6 @@ def test_a_rank_with_another_model_is_refused_everywhere() -> None:
         assert "not every rank holds 'unused.bias'" in message and "same model" in message
 
 
-def _data_parallel(rank: int, world: int) -> tuple[dict[str, Tensor], list[str]]:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(6, 9),
-        torch.nn.Tanh(),
-        torch.nn.Linear(9, 5, bias=False),
-        torch.nn.Tanh(),
-        torch.nn.Linear(5, 3),
-    ).double()
-    alone = world == 1
-    wrapped = model if alone else torch.nn.parallel.DistributedDataParallel(model)
-    optimizer = MKOR(model.named_parameters(), lr=1e-2, update_interval=2, factor_dtype="float64", backend="lamb")
-    optimizer.capture(wrapped)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(8):
-        x = torch.randn(10, 6, dtype=torch.float64, generator=generator)
-        y = torch.randn(10, 3, dtype=torch.float64, generator=generator)
-        # Unequal shares: the losses are sums, and DDP divides by the number of ranks.
-        share = slice(None) if alone else (slice(0, 3), slice(3, 10))[rank]
-        optimizer.zero_grad()
-        ((wrapped(x[share]) - y[share]) ** 2).sum().mul(0.5 if alone else 1.0).backward()
-        optimizer.step()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}, sorted(optimizer.matrix_states)
-
-
-def test_ddp_equals_one_process() -> None:
-    expected, keys = _data_parallel(0, 1)
-    torch.manual_seed(0)
-    ranks = run_ranks(2, _data_parallel)
-    start = torch.nn.Linear(6, 9).double().weight
-    change = float((expected["0.weight"] - start).detach().abs().max())
-    assert change > 1e-3
-    for weights, _ in ranks:
-        for name, weight in weights.items():
-            assert float((weight - expected[name]).abs().max()) <= 1e-10 * change
-    assert sorted(key for _, owned in ranks for key in owned) == keys and all(owned for _, owned in ranks)
-
-
 def _collectives_per_step(rank: int, world: int) -> dict[str, int]:
     found = {}
     for case in ("mars-adamw", "sonew-1-row-adam", "sonew-1-tensor-rmsprop", "mkor-official-adamw"):

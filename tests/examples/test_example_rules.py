@@ -146,13 +146,14 @@ def test_goes_on_bitwise_from_a_checkpoint(rule: str, kept: str | None, tmp_path
     assert type(pickle.loads(pickle.dumps(optimizer))) is type(optimizer)
 
 
-def test_states_in_another_form_are_refused_by_name() -> None:
+@pytest.mark.parametrize(("written", "wanted"), [(None, "int8"), ("int8", None), ("int8", "bfloat16")])
+def test_states_in_another_form_are_refused_by_name(written: str | None, wanted: str | None) -> None:
     model = network(torch.float32, (72, 72, 80))
-    wide, narrow = (classes()["soap"](model.named_parameters(), state_dtype=kept) for kept in (None, "int8"))
+    saved, other = (classes()["soap"](model.named_parameters(), state_dtype=kept) for kept in (written, wanted))
     give(model, 0)
-    wide.step()
-    with pytest.raises(MisfitError, match="state 'exp_avg' of '0.weight'"):
-        narrow.load_state_dict(wide.state_dict())
+    saved.step()
+    with pytest.raises(MisfitError, match="state 'exp_avg' of '0.weight' .* in 8 bits: state_dtype is another one"):
+        other.load_state_dict(saved.state_dict())
 
 
 def test_reports_and_estimates_know_the_states() -> None:

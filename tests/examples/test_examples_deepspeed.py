@@ -11,8 +11,8 @@ import deepspeed
 import ds_harness as ds
 import pytest
 import torch
+from ds_harness import run_ranks
 from example_rules import Oracle
-from ranks import run_ranks
 
 import deepspeed_plugin
 from rankwise.options.validation import OptionError

@@ -218,3 +218,18 @@ def test_plan_and_explain_know_it(tmp_path: Path) -> None:
     assert done.exit_code == 0 and "72 matrices" in done.stdout, done.output
     done = CliRunner().invoke(app, ["explain", *question])
     assert done.exit_code == 0 and "768 x 2304" in done.stdout, done.output
+
+
+def test_the_list_shows_what_modules_have_brought() -> None:
+    from typer.testing import CliRunner
+
+    from rankwise.launch.cli import app
+
+    pytest.importorskip("transformers")
+    done = CliRunner().invoke(app, ["list", "--json"])
+    assert done.exit_code == 0, done.output
+    told = {row["name"]: row for row in json.loads(done.stdout)}
+    assert set(told) == set(BY_SPELLING)
+    assert (told["SOAP"]["purpose"], told["SOAP"]["betas"]) == ("see soap", "0.95, 0.95") and told["SOAP"]["state"] > 8
+    done = CliRunner().invoke(app, ["list"])
+    assert done.exit_code == 0 and "of soap" in done.stdout, done.output

@@ -146,7 +146,7 @@ TABLE = [
         "another optimizer's checkpoint",
         CORE,
         "all ranks raise, with both names and the flag that helps; nothing has changed",
-        "tests/megatron_engine/test_megatron_checkpoints.py::test_another_optimizers_states_are_refused",
+        "tests/megatron_engine/test_megatron_resuming.py::test_what_cannot_fit_is_refused_with_the_way_out",
     ),
     Row(
         "another rank's, band's or optimizer's states",

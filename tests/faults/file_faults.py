@@ -144,7 +144,7 @@ def _attempt(rank: int, world: int, job: ds.Job, folder: Path, model: type[nn.Mo
     with patch:
         engine = ds.engine_of(job, world)
     optimizer = engine.basic_optimizer
-    optimizer.plan_ahead(optimizer.layout_source.units())  # a digest goes by the plans
+    optimizer.plan_ahead(optimizer.planner.source.units())  # a digest goes by the plans
     first, weights = ds.digest(optimizer), ds.model_weights(engine)
     message = "loaded"
     try:

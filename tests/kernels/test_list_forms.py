@@ -19,9 +19,7 @@ from rankwise.kernels.dispatch import kernels_for, using
 from rankwise.kernels.low_precision_runs import LowPrecisionRuns
 from rankwise.kernels.native import compiled_passes as elementwise
 from rankwise.kernels.passes import FIELDS, Pass, Scalars
-from rankwise.ldadam import native as native_ldadam
 from rankwise.ldadam import rule as ldadam
-from rankwise.ldadam.dispatch import step_for
 from rankwise.mars import rule as mars
 from rankwise.sonew import native as native_sonew
 from rankwise.sonew.dispatch import directions_for
@@ -309,13 +307,11 @@ def test_all_forms_take_the_same_arguments(module) -> None:
 
 def test_ldadam_takes_the_same_arguments_everywhere() -> None:
     cuda = pytest.importorskip("rankwise.ldadam.cuda.low_rank_moments")
-    pairs = (native_ldadam.subspace_step, ldadam.subspace_step), (cuda.low_rank_moments, ldadam.low_rank_moments)
-    for form, rule in pairs:
-        own, general = (
-            [(p.name, p.kind) for p in inspect.signature(one).parameters.values() if p.name != "precision"]
-            for one in (form, rule)
-        )
-        assert own == general
+    own, general = (
+        [(p.name, p.kind) for p in inspect.signature(form).parameters.values() if p.name != "precision"]
+        for form in (cuda.low_rank_moments, ldadam.low_rank_moments)
+    )
+    assert own == general
 
 
 def test_sonew_takes_the_same_arguments_everywhere() -> None:
@@ -336,10 +332,8 @@ def test_the_form_follows_device_and_type() -> None:
     with using(foreach):
         assert kernels_for(cpu, torch.float32) is foreach
         assert directions_for(cpu, torch.float32, 1) is None
-        assert step_for(cpu, torch.float32) is None
     assert directions_for(cpu, torch.float32, 1) is native_sonew.sonew_directions
     assert directions_for(cpu, torch.bfloat16, 1) is None
-    assert step_for(cpu, torch.float32) is native_ldadam.subspace_step
 
 
 @FORMS

@@ -12,7 +12,6 @@ from torch import Tensor
 from rankwise.kernels import native
 from rankwise.kernels.native import tiled_newton_schulz as newton_schulz
 from rankwise.kernels.passes import FIELDS, Pass, Scalars
-from rankwise.ldadam import native as ldadam
 from rankwise.mkor import native as mkor
 from rankwise.mkor.workspace import Workspace
 from rankwise.sonew import native as sonew
@@ -38,30 +37,6 @@ def test_lists_must_be_of_one_length(wrong: int) -> None:
     if wrong < 2:
         with pytest.raises(ValueError, match="tensor 1 has [0-9]+ elements in one list and"):
             native.squared_norms(*lists(2, wrong), 0.5)
-
-
-def job(**other: Any) -> ldadam.LowRankStep:
-    state = {"basis": torch.zeros(32, 16), "exp_avg": torch.zeros(16, 48), "exp_avg_sq": torch.zeros(16, 48)}
-    state |= {name: value for name, value in other.items() if name in state}
-    found = {name: other.get(name, torch.zeros(32 * 48)) for name in ("gradient", "source", "weight")}
-    group = {"betas": (0.9, 0.99), "rho": 0.9, "eps": 1e-8, "error_feedback": True, "lr": 1e-3}
-    return ldadam.LowRankStep((32, 48), False, state=state, step=2, group=group, **found)
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize("name", ["gradient", "source", "weight", "basis", "exp_avg", "exp_avg_sq"])
-def test_subspaces_must_be_those_of_the_matrix(name: str) -> None:
-    ldadam.ldadam_steps_([job()])
-    wrong = torch.zeros(7) if name in ("gradient", "source", "weight") else torch.zeros(48, 32)
-    with pytest.raises(ValueError, match="has the shape .* but must have"):
-        ldadam.ldadam_steps_([job(), job(**{name: wrong})])
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize("shapes", [((48, 16), (16, 8)), ((32, 16), (32, 8)), ((32, 16), (16, 9))])
-def test_products_must_be_of_the_matrix(shapes: tuple[tuple[int, int], tuple[int, int]]) -> None:
-    with pytest.raises(ValueError, match="has the shape .* but must have"):
-        ldadam.subtract_product_(torch.zeros(32, 8), *(torch.zeros(shape) for shape in shapes))
 
 
 @pytest.mark.compiled

@@ -12,8 +12,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from rankwise.comm.owner_plan import MatrixTask
 from rankwise.launch import environment, optimizer_guide, shim
 from rankwise.launch.cli import app
+from rankwise.launch.explain import why_owner
 from rankwise.launch.optimizer_guide import CHOICES, as_markdown
 from rankwise.launch.planning.optimizers import built, chosen
 from rankwise.names import BY_NAME, BY_SPELLING, is_ours
@@ -301,6 +303,42 @@ def test_explain_makes_no_weights_and_reads_megatrons_files(tmp_path: Path) -> N
     (tmp_path / "run.yaml").write_text(flags)
     status, output = run("explain", "--config", str(tmp_path / "run.yaml"))
     assert status == 0 and "decoder.layers.1.mlp.linear_fc1.weight" in output and "MiB" in output
+
+
+def test_explain_says_which_rank_owns_a_matrix_and_why(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    asked = "explain --optimizer mkor --layers 4 --hidden 96 --heads 2 --ranks 4 --json".split()
+    reasons = {}
+    for stage in "0", "2", "3":
+        status, output = run(*asked, "--stage", stage)
+        owners = {row["matrix"]: row for row in json.loads(output)["owners"]}
+        assert status == 0 and len(owners) == 16 and {row["owner"] for row in owners.values()} == set(range(4))
+        reasons[stage] = {row["why"] for row in owners.values()}
+    equal = {"had least work of the 4 ranks that hold as much of it"}
+    assert reasons["0"] == reasons["3"] == equal
+    assert "holds it whole" in reasons["2"] and any("holds most of it" in why for why in reasons["2"])
+    status, text = run(*asked[:-1])
+    assert status == 0 and "owners on 4 ranks" in text and "transformer.h.3.mlp.c_fc.weight" in text
+    status, output = run("explain", "--stage", "2")
+    assert status == 2 and "add --ranks N" in output
+    flags = "optimizer: ldadam\nldadam-rank: 4\nnum-layers: 2\nhidden-size: 64\nnum-attention-heads: 4\n"
+    (tmp_path / "run.yaml").write_text(
+        flags + "tensor-model-parallel-size: 2\npipeline-model-parallel-size: 2\nuse-distributed-optimizer: true\n"
+    )
+    status, output = run("explain", "--config", str(tmp_path / "run.yaml"))
+    assert status == 0 and "decoder.layers.1.mlp.linear_fc1.weight" in output, "both stages, whole"
+    status, output = run("explain", "--config", str(tmp_path / "run.yaml"), "--ranks", "4", "--json")
+    of_last = [row for row in json.loads(output)["owners"] if "layers.1" in row["matrix"]]
+    assert status == 0 and of_last and {row["owner"] for row in of_last} == {2, 3}
+
+
+def test_explained_reasons_are_those_of_the_plan() -> None:
+    task = MatrixTask("a", ("a",), None, 1.0)
+    assert why_owner(task, 0, {0: 8}) == "holds it whole"
+    assert why_owner(task, 1, {0: 2, 1: 6}) == "holds most of it, 75%"
+    assert why_owner(task, 0, {0: 2, 1: 6}) == "the rank that holds most would have over 1.1 times the mean work"
+    assert why_owner(task, 2, {0: 4, 1: 4}) == "the ranks that hold most would have over 1.1 times the mean work"
+    assert "a slice" in why_owner(MatrixTask("a[0:2]", ("a",), None, 1.0, "a"), 0, {0: 4})
 
 
 @pytest.mark.parametrize("name", ["ldadam", "mkor", "mars-m"])

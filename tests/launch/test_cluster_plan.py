@@ -285,6 +285,10 @@ def test_states_are_narrowed_before_the_rank(kept: str | None, tmp_path: Path) -
         (["--ep", "3", "--ranks", "6", "--model", "mixtral-8x7b"], "experts is 8: 3 ranks"),
         (["--pp", "5", "--ranks", "10", "--model", "gpt2-small"], "layers is 12: 5 ranks, stages or chunks"),
         (["--tp", "2", "--stage", "1"], "stage is 1, which is ZeRO's"),
+        (
+            ["--tp", "3", "--ranks", "9", "--model", "llama-1b", "--engine", "deepspeed"],
+            "tp is 3: it must divide dimension",
+        ),
         (["--max-overhead", "lots"], "'lots' must be a share such as 2%"),
         (["--gpu", "B300"], "gpu is 'B300': it must be one of A100"),
         (["--gpu", "0:1"], "or TFLOP/s:TB/s such as 989:3.35"),

@@ -49,6 +49,15 @@ def test_a_closed_stdouts_number_goes_to_no_other_file(tmp_path: Path) -> None:
     assert done.stderr == "True" and (tmp_path / "kept").read_text() == ""
 
 
+@pytest.mark.parametrize("asked", ["list", "--rules json train --help"])
+def test_a_broken_module_of_rules_is_bad_usage(asked: str, tmp_path: Path) -> None:
+    """Named by the variable, which is read before any command."""
+    (tmp_path / "broken.py").write_text("import nothing_such")
+    done = shell(f"rankwise {asked}", tmp_path, RANKWISE_RULES="broken.py", COLUMNS="300")
+    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
+    assert "RANKWISE_RULES: 'broken.py' is invalid: " in done.stderr and "No module named 'nothing_such'" in done.stderr
+
+
 def alive(word: str) -> list[str]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):

@@ -50,7 +50,8 @@ def _exchange(rank: int, group: Any) -> MatrixExchange:
     """Eight matrices, each cut in two: four batches of one for each rank."""
     ranks = [
         tuple(
-            Shard(key, shape, 12 * holder, 12 * holder + 12, 0, 12 * i) for i, (key, shape) in enumerate(SHAPES.items())
+            Shard(key, 12 * holder, 12 * holder + 12, 12 * i, shape=shape, tensor=0)
+            for i, (key, shape) in enumerate(SHAPES.items())
         )
         for holder in range(2)
     ]

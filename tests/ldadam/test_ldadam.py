@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published_ldadam import Step, published
 from torch import Tensor
 
 from rankwise.ldadam import formulas as low_rank_formulas
@@ -44,16 +43,6 @@ def gradients(m: int, n: int, steps: int = 8, seed: int = 0) -> list[Tensor]:
     return [((left + sum(drift[:t])) * scale) @ right / 3 + noise[t] for t in range(steps)]
 
 
-class Step(NamedTuple):
-    """What one step leaves behind, side-normalised."""
-
-    W: Tensor
-    E: Tensor
-    U: Tensor
-    M: Tensor
-    V: Tensor
-
-
 def run(
     gs: list[Tensor],
     rank: int,
@@ -75,41 +64,6 @@ def run(
         W, F, state = ldadam_step(W, G, F, state, step, **numbers)
         E = F - betas[0] / (1 - betas[0]) * (state.U @ state.M) if feedback else F
         history.append(Step(W, E, *state))
-    return history
-
-
-def reference(
-    gs: list[Tensor],
-    rank: int,
-    W: Tensor,
-    feedback: bool = True,
-    betas: tuple[float, float] = BETAS,
-    rho: float = RHO,
-    eps: float = EPS,
-    wd: float = 0.0,
-) -> list[Step]:
-    """The published step, one (m, n) matrix, with its error buffer E: no algebra, no conditioning."""
-    (m, n), (b1, b2) = W.shape, betas
-    U, M, V, E = W.new_zeros(m, rank), W.new_zeros(rank, n), W.new_zeros(rank, n), W * 0
-    history = []
-    for t, G in enumerate(gs, start=1):
-        d1, d2, c1, c2 = 1 - b1 ** (t - 1), 1 - b2 ** (t - 1), 1 - b1**t, 1 - b2**t
-        A = G + E
-        if t == 1:
-            U_new = torch.linalg.svd(A, full_matrices=False).U[:, :rank]
-        else:
-            B = rho * U @ (M / d1) + (1 - rho) * A
-            U_new = torch.linalg.qr(B @ (B.T @ U)).Q
-        a, R = U_new.T @ A, U_new.T @ U
-        M_turned, V_turned = R @ M, torch.zeros_like(V)
-        if feedback:
-            E = A - U_new @ a + b1 / (1 - b1) * (U @ M - U_new @ M_turned)
-        if t > 1:
-            bracket = R**2 @ (V / d2 - (M / d1) ** 2) + (M_turned / d1) ** 2
-            V_turned = d2 * bracket.abs()
-        M, V, U = b1 * M_turned + (1 - b1) * a, b2 * V_turned + (1 - b2) * a**2, U_new
-        W = (1 - LR * wd) * W - LR * U @ ((M / c1) / ((V / c2).sqrt() + eps))
-        history.append(Step(W, E, U, M, V))
     return history
 
 
@@ -210,7 +164,7 @@ def test_o16_single_buffer_equals_published_recursion(
     m, n, r = dims(m, extra, r)
     gs, W, betas = gradients(m, n, seed=seed), randn(m, n, seed=seed + 7), (beta1, 0.99)
     ours = run(gs, r, W, feedback, betas, rho, 1e-6, 0.1)
-    theirs = reference(gs, r, W, feedback, betas, rho, 1e-6, 0.1)
+    theirs = published(gs, r, W, [betas] * len(gs), LR, rho, 1e-6, 0.1, feedback)
     assert distance(ours, theirs) < 1e-9
     assert max((a.E - b.E).abs().max().item() for a, b in zip(ours, theirs, strict=True)) < 1e-8
 

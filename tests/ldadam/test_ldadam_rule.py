@@ -11,8 +11,6 @@ from torch.nn import Parameter
 
 from rankwise import LDAdam
 from rankwise.comm.owner_plan import Batch
-from rankwise.kernels import lists, native
-from rankwise.kernels.dispatch import using
 from rankwise.ldadam.formulas import side_normalized
 from rankwise.ldadam.rule import Subspace, ldadam_step
 from rankwise.ldadam.subspaces import Subspaces
@@ -64,15 +62,11 @@ def by_optimizer(scheduled: bool, feedback: bool) -> tuple[dict[str, Tensor], An
     return weights, optimizer
 
 
-@pytest.mark.parametrize("form", ["chosen", "lists"])
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("feedback", [True, False])
 @pytest.mark.parametrize("scheduled", [False, True])
-def test_the_optimizer_follows_the_rule(scheduled: bool, feedback: bool, form: str) -> None:
-    if form == "lists":
-        with using(lists):
-            weights, optimizer = by_optimizer(scheduled, feedback)
-    else:
-        weights, optimizer = by_optimizer(scheduled, feedback)
+def test_the_optimizer_follows_the_rule(scheduled: bool, feedback: bool) -> None:
+    weights, optimizer = by_optimizer(scheduled, feedback)
     assert {row.rule for row in optimizer.explain()} == {"matrix"}
     for name, weight in weights.items():
         W, F, state = by_rule(name, scheduled, feedback)
@@ -86,8 +80,7 @@ def test_the_optimizer_follows_the_rule(scheduled: bool, feedback: bool, form: s
         assert (W - side_normalized(tensor(name, 0))).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("form", [lists, native])
-def test_matrices_that_travelled_together_are_taken_apart_on_cpus(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrices_that_travelled_together_are_taken_apart_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """They round as they do where they lie whole."""
     named = [(f"{index}.weight", Parameter(tensor("wide", index).float())) for index in range(3)]
     optimizer = LDAdam(named, rank=RANK)
@@ -100,7 +93,6 @@ def test_matrices_that_travelled_together_are_taken_apart_on_cpus(form: Any, mon
     monkeypatch.setattr(
         Subspaces, "advance", lambda self, own, stack: sizes.append(len(own)) or advance(self, own, stack)
     )
-    with using(form):
-        stack = torch.stack([tensor("wide", index).float().view(-1) for index in range(3)])
-        optimizer._matrix_rule(unit, []).update(Batch(tasks[0].signature, tuple(tasks)), tasks, stack)
+    stack = torch.stack([tensor("wide", index).float().view(-1) for index in range(3)])
+    optimizer._matrix_rule(unit, []).update(Batch(tasks[0].signature, tuple(tasks)), tasks, stack)
     assert sizes == [1, 1, 1]

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from rankwise import MARS
-from rankwise.kernels import lists
-from rankwise.kernels.dispatch import using
 from rankwise.mars.rule import mars_adamw_step, mars_lion_step, mars_m_step, mars_shampoo_step
 from rankwise.updates.adamw import adamw_update, bias_corrections, decoupled_step
 
@@ -87,16 +85,12 @@ def by_optimizer(variant: str, exact: bool, gamma: float, clip: float | None) ->
     return weights, optimizer
 
 
-@pytest.mark.parametrize("form", ["chosen", "lists"])
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("clip", [1.0, None])
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("variant", ["adamw", *MATRIX_RULES])
-def test_the_optimizer_follows_the_rule(variant: str, exact: bool, clip: float | None, form: str) -> None:
-    if form == "lists":
-        with using(lists):
-            weights, optimizer = by_optimizer(variant, exact, 0.3, clip)
-    else:
-        weights, optimizer = by_optimizer(variant, exact, 0.3, clip)
+def test_the_optimizer_follows_the_rule(variant: str, exact: bool, clip: float | None) -> None:
+    weights, optimizer = by_optimizer(variant, exact, 0.3, clip)
     assert [row.rule for row in optimizer.explain()] == ["matrix"] * 4 + ["fallback"]
     for name, weight in weights.items():
         wanted = by_rule(variant, name, exact, 0.3, clip)

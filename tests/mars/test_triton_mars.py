@@ -10,9 +10,10 @@ pytest.importorskip("triton")
 
 from triton_runs import LENGTHS, TILE, assert_runs_close, copies, runs  # noqa: E402
 
+from rankwise.intervals import Run
 from rankwise.kernels import triton  # noqa: E402
 from rankwise.kernels.passes import FIELDS, Pass, Rule, Scalars  # noqa: E402
-from rankwise.kernels.run_views import RunPlace, RunPlan
+from rankwise.kernels.run_views import RunPlan
 from rankwise.mars import rule as updates
 from rankwise.updates import adamw as adamw_updates  # noqa: E402
 
@@ -215,7 +216,7 @@ def test_a_second_step_on_the_same_memory_uploads_nothing(monkeypatch: pytest.Mo
     _norms(fields)
     assert uploads() == known
     # Of views that were planned, where the flat tensors begin says it all.
-    flats, plan = [torch.randn(12), torch.randn(7)], RunPlan([[RunPlace(1, 4), RunPlace(5, 7)], [RunPlace(0, 7)]])
+    flats, plan = [torch.randn(12), torch.randn(7)], RunPlan([[Run(1, 4), Run(5, 7)], [Run(0, 7)]])
     found = triton.squared_norms(plan.cut(flats))
     assert uploads() == known + 1
     assert torch.equal(triton.squared_norms(plan.cut(flats)), found) and uploads() == known + 1

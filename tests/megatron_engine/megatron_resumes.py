@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron_cells import Cell
@@ -18,47 +19,49 @@ from megatron_patches.cpu import cpu_megatron
 __all__ = ["AFTER", "BEFORE", "Job", "resume", "save", "went_on"]
 
 BEFORE, AFTER = 3, 2
-Job = tuple[str, Cell]
+Job = tuple[Any, ...]
+"""An optimizer's name and a cell, and the class of the trainer if it is another one."""
 
 
 def save(rank: int, world: int, jobs: list[Job], folder: Path) -> list[Result | None]:
     """Train, save, train on: what an uninterrupted run gives. Each job's checkpoint has its number for a name."""
     found = []
     with cpu_megatron():
-        for index, (name, cell) in enumerate(jobs):
+        for index, (name, cell, *kind) in enumerate(jobs):
             target = folder / str(index)
             target.mkdir(exist_ok=True)
-            with opened(cell, maker(name)) as trainer:
+            with opened(cell, maker(name), *kind) as trainer:
                 trained(trainer, BEFORE)
                 trainer.save(target)
                 found.append(trained(trainer, AFTER))
     return found
 
 
-def resume(rank: int, world: int, jobs: list[tuple[str, Cell, Path]]) -> list[Result | None]:
-    """Go on from checkpoints."""
+def resume(rank: int, world: int, jobs: list[tuple[str, Cell, Path]] | list[Any]) -> list[Result | None]:
+    """Go on from checkpoints, whose folders stand behind the cells."""
     found = []
     with cpu_megatron():
-        for name, cell, source in jobs:
-            with opened(cell, maker(name)) as trainer:
+        for name, cell, source, *kind in jobs:
+            with opened(cell, maker(name), *kind) as trainer:
                 trainer.load(source)
                 found.append(trained(trainer, AFTER))
     return found
 
 
 def went_on(
-    jobs: list[tuple[str, Cell, Cell]], folder: Path, world: int = 2
-) -> Iterator[tuple[tuple[str, Cell, Cell], Result, Result]]:
+    jobs: Sequence[tuple[Any, ...]], folder: Path, world: int = 2, end_world: int | None = None
+) -> Iterator[tuple[Any, Result, Result]]:
     """Of every job the uninterrupted run in its first cell, and the one that goes on in its second.
 
     Args:
-        jobs: An optimizer's name and two cells.
+        jobs: An optimizer's name and two cells, and the class of the trainer if it is another one.
         folder: An empty one.
         world: Ranks.
+        end_world: Ranks that go on; as many, if None.
     """
-    whole = run_ranks(world, save, [job[:2] for job in jobs], folder)[0]
-    others = [(name, other, folder / str(index)) for index, (name, _, other) in enumerate(jobs)]
-    yield from zip(jobs, whole, run_ranks(world, resume, others)[0], strict=True)
+    whole = run_ranks(world, save, [(name, cell, *kind) for name, cell, _, *kind in jobs], folder)[0]
+    others = [(name, other, folder / str(index), *kind) for index, (name, _, other, *kind) in enumerate(jobs)]
+    yield from zip(jobs, whole, run_ranks(end_world or world, resume, others)[0], strict=True)
 
 
 def _main(action: str, folder: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fused_rows import runs_of
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -114,7 +115,7 @@ def emptied(weight: Tensor, described: ModelParameter, part: str) -> None:
     """Set the rows of a block to zero, as far as this rank has them."""
     fused, width = described.info.fused, weight.shape[1]
     assert fused is not None
-    wanted = {row for start, end in fused.runs(part) for row in range(start, end)}
+    wanted = {row for start, end in runs_of(fused, part) for row in range(start, end)}
     for piece in described.slices(0, weight.numel(), 0):
         for row in range((piece.end - piece.start) // width):
             if piece.start // width + row in wanted:

@@ -50,7 +50,7 @@ def _groups(rank: int, world: int, cases: tuple[tuple[str, str], ...]) -> Any:
             with opened(Cell(), partial(_make, name, kind)) as trainer:
                 (wrapper,) = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
                 inner = wrapper.optimizer
-                names = {id(p): n for n, p in inner.parameters_by_name.items()}
+                names = {id(p): n for n, p in inner.table.parameters.items()}
                 trained(trainer, 1)
                 found[name, kind] = {
                     names[id(p)]: (group["max_lr"], group["min_lr"], group["lr"] / group["max_lr"], group.get("eps"))

@@ -9,7 +9,6 @@ import megatron_harness
 import pytest
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron_cells import DISTRIBUTED, MOE, Cell
 from megatron_harness import Result, Trainer, largest_gap, opened, trained
 from megatron_types import maker
@@ -86,32 +85,6 @@ def test_states_move_to_any_layout(tmp_path: Path) -> None:
         assert metadata[SHARDING] == "fully_reshardable"
         limit = LARGEST_MOVE if MOVES[label][1].precision == "fp32" else 1e-3
         assert largest_gap(again.weights, whole.weights) <= limit, label
-
-
-def _numbered(rank: int, world: int, folder: Path) -> bool:
-    """A checkpoint of two optimizers as it was written when Megatron put their numbers before the names."""
-    megatron_patches.apply()
-    cell = Cell(ep=2, **MOE, **DISTRIBUTED)
-    with cpu_megatron():
-        with opened(cell, maker("ldadam")) as trainer:
-            trained(trainer, 2)
-            state = trainer.sharded_state()
-            metadata = _metadata(cell)
-            state["optimizer"] = ChainedOptimizer.sharded_state_dict(trainer.optimizer, state, metadata=metadata)
-            for part in state["optimizer"].values():
-                del part["rankwise"]["plain_names"], part["rankwise"]["members"]
-            keys = [tensor.key for part in state["optimizer"].values() for tensor in part["elements"].values()]
-            assert keys and all(key.startswith("chained_") for key in keys)
-            dist_checkpointing.save(state, str(folder), content_metadata=_metadata(cell))
-            whole = trained(trainer, 2)
-        with opened(cell, maker("ldadam")) as trainer:
-            _load(trainer, folder)
-            again = trained(trainer, 2)
-        return whole is None or all(torch.equal(again.weights[key], whole.weights[key]) for key in whole.weights)
-
-
-def test_checkpoints_with_numbered_names_still_load(tmp_path: Path) -> None:
-    assert all(run_ranks(2, _numbered, tmp_path))
 
 
 def _padded(rank: int, world: int, folder: Path) -> None:

@@ -57,6 +57,10 @@ REFUSED = {
     "rank": Case(("ldadam", {"rank": 16}), ("ldadam", {"rank": 8})),
     "band": Case(("sonew", {"band": 1}), ("sonew", {"band": 3})),
     "feedback on": Case(("ldadam", {"error_feedback": False}), ("ldadam", {})),
+    "another optimizer": Case(("ldadam", {}), ("sonew", {})),
+    # Lion's states have the names and shapes of some of AdamW's.
+    "another variant": Case(("mars-adamw", {}), ("mars-lion", {})),
+    "clip off": Case(("mars-m", {}), ("mars-m", {"clip": None})),
     "ours into Adam": Case(("ldadam", {}), ("adam", {})),
     "no states": Case(("none", {}), ("ldadam", {})),
     "Adam into ours torch format": Case(("adam", {}), ("ldadam", {}), PLAIN, torch_format=True),
@@ -169,6 +173,9 @@ MESSAGES = {
     "rank": ("matrix.basis.", "has shape (64, 16) in the checkpoint and must have (64, 8)", "rank=16, now 8"),
     "band": ("the checkpoint has no covariance_2.", "band=1, now 3"),
     "feedback on": ("the checkpoint has no error.", "error_feedback=False, now True"),
+    "another optimizer": ("'LDAdam'", "SONew cannot continue"),
+    "another variant": ("'MARS-adamw'", "MARS-lion cannot continue"),
+    "clip off": ("the checkpoint has no grad_avg.",),
     "ours into Adam": ("Megatron's own optimizer cannot continue", "written by 'LDAdam'"),
     "Adam into ours torch format": ("LDAdam cannot continue", "written by one of Megatron's own"),
 }

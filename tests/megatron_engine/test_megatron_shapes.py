@@ -9,6 +9,7 @@ import pytest
 import torch
 from megatron_cells import DISTRIBUTED, Cell
 from megatron_harness import Result, Trainer, move, opened, trained
+from megatron_resumes import went_on
 from megatron_shapes import ShapedTrainer, shaped
 from megatron_types import TYPES, maker
 from megatron_weights import initial, reduced_gradient
@@ -18,7 +19,6 @@ from torch import Tensor
 import megatron_patches
 from megatron_patches.cpu import cpu_megatron
 
-BEFORE, AFTER = 3, 2
 # Of the largest change of a weight. Tokens that two experts suit alike make much of rounding, here of sums alone.
 LARGEST = 2e-3
 
@@ -56,41 +56,27 @@ def _all_moves(shape: str) -> list[Move]:
     return found
 
 
-def _save(rank: int, world: int, jobs: list[tuple[Move, Path]]) -> list[Result | None]:
-    megatron_patches.apply()
-    found = []
-    with cpu_megatron():
-        for job, folder in jobs:
-            with opened(shaped(job.shape, **job.start), maker(job.name), ShapedTrainer) as trainer:
-                trained(trainer, BEFORE)
-                trainer.save(folder)
-                found.append(trained(trainer, AFTER))
-    return found
+class _Patched(ShapedTrainer):
+    """In a process that has been told of ours, as training scripts are."""
 
-
-def _resume(rank: int, world: int, jobs: list[tuple[Move, Path]]) -> list[Result | None]:
-    megatron_patches.apply()
-    found = []
-    with cpu_megatron():
-        for job, folder in jobs:
-            with opened(shaped(job.shape, **job.end), maker(job.name), ShapedTrainer) as trainer:
-                trainer.load(folder)
-                found.append(trained(trainer, AFTER))
-    return found
+    def __init__(self, *given: Any) -> None:
+        megatron_patches.apply()
+        super().__init__(*given)
 
 
 def _check(moves: list[Move], folder: Path) -> None:
-    jobs = [(job, folder / str(index)) for index, job in enumerate(moves)]
-    for _, place in jobs:
+    for ranks in {(job.ranks, job.end_ranks) for job in moves}:
+        place = folder / "{}-{}".format(*ranks)
         place.mkdir()
-    for world in {job.ranks for job in moves}:
-        for end_world in {job.end_ranks for job in moves if job.ranks == world}:
-            chosen = [job for job in jobs if (job[0].ranks, job[0].end_ranks) == (world, end_world)]
-            whole, again = run_ranks(world, _save, chosen)[0], run_ranks(end_world, _resume, chosen)[0]
-            for (job, _), there, here in zip(chosen, whole, again, strict=True):
-                start = {name: initial(name, tuple(value.shape)) for name, value in there.weights.items()}
-                assert move(here.weights, there.weights, start).largest < LARGEST, job
-                assert there.replica_gap == here.replica_gap == 0, job
+        jobs = [
+            (job.name, shaped(job.shape, **job.start), shaped(job.shape, **job.end), _Patched)
+            for job in moves
+            if (job.ranks, job.end_ranks) == ranks
+        ]
+        for job, there, here in went_on(jobs, place, *ranks):
+            start = {name: initial(name, tuple(value.shape)) for name, value in there.weights.items()}
+            assert move(here.weights, there.weights, start).largest < LARGEST, job
+            assert there.replica_gap == here.replica_gap == 0, job
 
 
 def test_what_two_ranks_have_saved_goes_on_on_one(tmp_path: Path) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import io
 import logging
 from typing import Any
 
 import pytest
 import torch
+from saved_files import through_a_file
 from torch import Tensor, nn
 
 from rankwise import MKOR
@@ -140,14 +140,6 @@ def test_towers_with_gradients_of_zero_get_their_factors(interval: int) -> None:
     assert 4 * (100 // interval) - 10 <= updated <= 4 * (100 // interval) + 20
 
 
-def reloaded(optimizer: MKOR) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
-
-
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("cut", [1, 2, 3, 7, 12])
 def test_a_resume_changes_no_bit(cut: int, set_to_none: bool) -> None:
@@ -160,7 +152,7 @@ def test_a_resume_changes_no_bit(cut: int, set_to_none: bool) -> None:
     (model, optimizer), (resumed, later) = start(), start()
     alternate(model, optimizer, range(cut), set_to_none)
     resumed.load_state_dict(model.state_dict())
-    later.load_state_dict(reloaded(optimizer))
+    later.load_state_dict(through_a_file(optimizer.state_dict()))
     alternate(model, optimizer, range(cut, 20), set_to_none)
     alternate(resumed, later, range(cut, 20), set_to_none)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), resumed.parameters(), strict=True))
@@ -176,7 +168,7 @@ def test_what_never_reports_is_known_after_a_resume(captured_first: bool, caplog
     later = MKOR(resumed.named_parameters(), **F64)
     if captured_first:
         later.capture(resumed)
-    later.load_state_dict(reloaded(optimizer))
+    later.load_state_dict(through_a_file(optimizer.state_dict()))
     if not captured_first:
         later.capture(resumed)
     caplog.clear()

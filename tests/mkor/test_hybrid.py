@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import math
 
 import pytest
 import torch
+from saved_files import through_a_file
 
 from rankwise.mkor.hybrid_switch import KneeDetector
 
@@ -97,11 +97,8 @@ def test_state_resumes_exactly() -> None:
     for cut in (1, 99, 150, 399):
         first = KneeDetector()
         answers = [first.update(loss) for loss in losses[:cut]]
-        file = io.BytesIO()
-        torch.save(first.state_dict(), file)
-        file.seek(0)
         second = KneeDetector()
-        second.load_state_dict(torch.load(file, weights_only=True))
+        second.load_state_dict(through_a_file(first.state_dict()))
         answers += [second.update(loss) for loss in losses[cut:]]
         assert answers == expected
         assert second.state_dict() == whole.state_dict()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_mkor import Dense
 from torch import Tensor
 
 from rankwise.mkor.formulas import (
@@ -18,7 +20,7 @@ from rankwise.mkor.formulas import (
     stabilize,
     update_factor,
 )
-from rankwise.mkor.rule import factor_norm, guarded, rescale_to_norm
+from rankwise.mkor.rule import factor_norm, guarded, mkor_step, rescale_to_norm
 
 GAMMA = 0.95
 quick = settings(max_examples=20, deadline=None)
@@ -106,6 +108,22 @@ def test_half_precision_storage_does_not_drift(rule: str, bound: float) -> None:
         assert bool(ok)
     assert float((stored.double() - exact).abs().max()) <= bound
     assert torch.equal(stored, stored.mT)
+
+
+@pytest.mark.parametrize("stabilizer", [(2.0, 0.9), (1.0, 0.5), None])
+@pytest.mark.parametrize("rule", ["official", "ema"])
+def test_the_rule_is_dense_linear_algebra(rule: Any, stabilizer: tuple[float, float] | None) -> None:
+    """Explicit inverses that move at the first of three steps; the stabilizer acts, where there is one."""
+    dense, L, R = Dense(rule, 0.7, stabilizer), eye(6), eye(5)
+    for step in range(1, 9):
+        D, a, g = randn(6, 5, seed=step), randn(5, seed=100 + step), randn(6, seed=200 + step)
+        if step % 3 == 1:
+            dense.move("left", g)
+            dense.move("right", a)
+        options: dict[str, Any] = {"update_interval": 3, "gamma": 0.7, "rule": rule, "stabilizer": stabilizer}
+        V, L, R = mkor_step(D, a, g, L, R, step, **options)
+        for found, wanted in ((V, dense.apply(D, True)), (L, dense.inverse["left"]), (R, dense.inverse["right"])):
+            assert_close(found, wanted, 1e-10)
 
 
 # Stabilizer and guard

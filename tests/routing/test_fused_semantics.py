@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fused_rows import runs_of
 from torch import Tensor, nn
 
 from benchmarks.architectures import ARCHITECTURES
@@ -24,7 +25,7 @@ def heads_of(fused: FusedShape, name: str) -> list[list[tuple[int, int]]]:
     position = [part for part, _ in fused.parts].index(name)
     inside = fused.heads[position]
     found = []
-    for start, end in fused.runs(name):
+    for start, end in runs_of(fused, name):
         size = (end - start) // inside
         found += [[(start + head * size, start + (head + 1) * size)] for head in range(inside)]
     return found
@@ -141,7 +142,7 @@ def test_gpt2_s_cross_attention_reads_keys_first(seen: Calls) -> None:
     for part in ("k", "v"):
         kept = weight.detach().clone()
         with torch.no_grad():
-            emptied(weight, info.fused, list(info.fused.runs(part)))
+            emptied(weight, info.fused, list(runs_of(info.fused, part)))
             model(TOKENS, encoder_hidden_states=torch.ones(1, 5, 32))
             weight.copy_(kept)
         assert [name for name, value in seen[-1].items() if not value.any()] == [part]
@@ -163,7 +164,7 @@ def test_latent_attention(title: str, seen: Calls) -> None:
     ):
         assert info.fused is not None
         kept = weight.clone()
-        emptied(weight, info.fused, list(info.fused.runs(part)))
+        emptied(weight, info.fused, list(runs_of(info.fused, part)))
         now = ran(model, seen)
         weight.copy_(kept)
         views = {"k": now["k"][..., :size], "k rotary": now["k"][..., size:], "v": now["v"][..., :8], "q": now["q"]}
@@ -190,7 +191,7 @@ def test_gated_queries(part: str, seen: Calls) -> None:
     model = without_biases("Qwen 3 Next")
     weight, info = fused_weights(model)["model.layers.1.self_attn.q_proj.weight"]
     assert info.fused is not None
-    emptied(weight, info.fused, list(info.fused.runs(part)))
+    emptied(weight, info.fused, list(runs_of(info.fused, part)))
     queries = ran(model, seen)["q"]
     assert queries.any() == (part == "gate")
 
@@ -213,7 +214,7 @@ def test_gate_and_up(title: str) -> None:
     layer.register_forward_hook(lambda _, __, result: outputs.append(result.clone()))
     for part in ("gate", "up"):
         kept = weight.clone()
-        emptied(weight, info.fused, list(info.fused.runs(part)))
+        emptied(weight, info.fused, list(runs_of(info.fused, part)))
         inputs.clear()
         outputs.clear()
         model(TOKENS)
@@ -230,7 +231,7 @@ def test_gpt_oss_takes_turns() -> None:
     experts = model.get_submodule(name.rpartition(".")[0])
     for part, value in (("gate", 0.0), ("up", -1.0)):
         joined = torch.rand(2, info.fused.length) + 0.5
-        for start, end in info.fused.runs(part):
+        for start, end in runs_of(info.fused, part):
             joined[:, start:end] = value
         assert not experts._apply_gate(joined).any()
         assert experts._apply_gate(joined.roll(1, -1)).all()
@@ -246,7 +247,7 @@ def test_experts_of_dbrx_lie_one_below_the_other() -> None:
         assert info.fused is not None
         for empty in range(4):
             kept = weight.clone()
-            emptied(weight, info.fused, list(info.fused.runs(f"expert{empty}")))
+            emptied(weight, info.fused, list(runs_of(info.fused, f"expert{empty}")))
             idle = [not experts(hidden, torch.full((3, 1), index), one).any() for index in range(4)]
             weight.copy_(kept)
             assert idle == [index == empty for index in range(4)]
@@ -270,7 +271,7 @@ def test_time_steps_come_last(title: str) -> None:
     for part in ("none", "z", "x", "B", "C", "dt"):
         kept = weight.clone()
         if part != "none":
-            emptied(weight, info.fused, list(info.fused.runs(part)))
+            emptied(weight, info.fused, list(runs_of(info.fused, part)))
         model(TOKENS)
         weight.copy_(kept)
         whole[part] = seen[-1]
@@ -292,5 +293,5 @@ def test_gated_delta_nets_keep_a_head_of_keys_together() -> None:
     numbered = [torch.arange(float(fused.length))[None, None] for fused in (joined, rates)]
     read = net.fix_query_key_value_ordering(*numbered)
     for found, name, fused in zip(read, "qkvzba", (joined,) * 4 + (rates,) * 2, strict=True):
-        rows = [row for start, end in fused.runs(name) for row in range(start, end)]
+        rows = [row for start, end in runs_of(fused, name) for row in range(start, end)]
         assert found.flatten().tolist() == rows

@@ -578,21 +578,6 @@ def test_patterns_cannot_be_judged_without_names(caplog: pytest.LogCaptureFixtur
         optimizer.reroute()
 
 
-@pytest.mark.parametrize(
-    ("key", "hint"),
-    [("lrr", "did you mean 'lr'"), ("weight_decy", "did you mean 'weight_decay'"), ("learning_rate", "'lr'")],
-)
-@pytest.mark.parametrize("cls", [MARS, SONew, LDAdam, MKOR])
-def test_misspelt_keys_of_a_group_are_refused(cls: type, key: str, hint: str) -> None:
-    first, second = nn.Parameter(torch.ones(80, 80)), nn.Parameter(torch.ones(80, 80))
-    with pytest.raises(OptionError, match=f"{cls.__name__}: {key}=.* in a param group is invalid: .*{hint}"):
-        cls([{"params": [first], key: 0.1}])
-    others = {"name": "decayed", "lr_mult": 2, "wd_mult": 0, "max_lr": 1, "min_lr": 0, "initial_lr": 1, "layer": 3}
-    optimizer = cls([{"params": [first], **others}])
-    optimizer.add_param_group({"params": [second], "max_momentum": 0.9, "base_momentum": 0.8, "moe": False})
-    assert optimizer.param_groups[0]["lr_mult"] == 2
-
-
 @pytest.mark.parametrize("cls", [MARS, LDAdam])
 def test_equal_names_of_two_models_take_equal_rules(cls: type) -> None:
     """A generator and a discriminator: what tells their parameters apart is no part of their names."""

@@ -8,7 +8,7 @@ from torch import nn
 
 from rankwise import MARS
 from rankwise.routing.roles import ParameterInfo, Role, annotate, describe
-from rankwise.step.reports import unknown_parts
+from rankwise.routing.unknown_parts import unknown_parts
 
 
 class Strange(nn.Module):

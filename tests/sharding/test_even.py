@@ -46,7 +46,7 @@ def optimizers() -> dict[str, ShardedOptimizer]:
 @pytest.mark.parametrize("world", WORLDS)
 def test_equal_cuts_are_what_their_list_is(world: int) -> None:
     for name, optimizer in optimizers().items():
-        sizes = {key: parameter.numel() for key, parameter in optimizer.parameters_by_name.items()}
+        sizes = {key: parameter.numel() for key, parameter in optimizer.table.parameters.items()}
         cuts = EvenCuts(0, sizes, world)
         (unit,) = optimizer.imagine([cuts])
         (listed,) = optimizer.imagine([[[cuts.contents(rank)] for rank in range(world)]])

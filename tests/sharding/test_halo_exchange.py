@@ -11,6 +11,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from rankwise.comm.halo import HaloExchange, ReadField
+from rankwise.comm.volume import halo_volume
 from rankwise.layout.layout import Layout, Shard
 
 CPU = torch.device("cpu")
@@ -97,7 +98,7 @@ def test_random_layouts(world: int) -> None:
 
 def _far(rank: int, world: int) -> list[Tensor]:
     # Two elements per rank and a halo of five: it spans three ranks.
-    shard = Shard("e", (2 * world,), 2 * rank, 2 * rank + 2, 0, 0)
+    shard = Shard("e", 2 * rank, 2 * rank + 2, 0, shape=(2 * world,), tensor=0)
     layout = Layout.share([shard], dist.group.WORLD)
     halo = HaloExchange(layout, 5, ["e"], CPU, torch.float64)
     return list(halo([reader([torch.tensor([2.0 * rank, 2.0 * rank + 1], dtype=torch.float64)])])[0][0][:2])
@@ -111,23 +112,24 @@ def test_a_halo_may_span_several_ranks() -> None:
 
 
 def test_cuts_between_rows_need_nothing_when_chains_are_rows() -> None:
-    ranks = ((Shard("w", (4, 6), 0, 12, 0, 0),), (Shard("w", (4, 6), 12, 24, 0, 0),))
+    ranks = ((Shard("w", 0, 12, 0, shape=(4, 6), tensor=0),), (Shard("w", 12, 24, 0, shape=(4, 6), tensor=0),))
     by_tensor, by_row = (HaloExchange(Layout(ranks), 3, ["w"], CPU, torch.float64, by) for by in (False, True))
     assert by_tensor.active and not by_row.active and by_row.empty
 
 
 def test_replicas_need_nothing() -> None:
-    whole = (Shard("w", (4, 6), 0, 24, 0, 0),)
+    whole = (Shard("w", 0, 24, 0, shape=(4, 6), tensor=0),)
     assert HaloExchange(Layout((whole, whole), replicated=True), 3, ["w"], CPU, torch.float64).empty
 
 
 def _narrow(rank: int, world: int) -> list[Tensor]:
     columns = ((0, 3), (3, 5))[rank]
     width = columns[1] - columns[0]
-    layout = Layout.share([Shard("w", (4, 5), 0, 4 * width, 0, 0, columns)], dist.group.WORLD)
+    layout = Layout.share([Shard("w", 0, 4 * width, 0, columns, shape=(4, 5), tensor=0)], dist.group.WORLD)
     halo = HaloExchange(layout, 4, ["w"], CPU, torch.float64)
     values = torch.arange(1.0, 21.0, dtype=torch.float64).view(4, 5)[:, slice(*columns)]
     found = halo([reader([values.reshape(-1)])])[0][0].rows
+    assert halo.traffic == halo_volume(layout, ["w"], 4, 1, 8, by_row=False)[rank]
     assert found is not None
     return list(found)
 

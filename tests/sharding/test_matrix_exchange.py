@@ -248,7 +248,11 @@ def _check_in_world(rank: int, world: int) -> list[dict[str, Any]]:
 def _stay_at_home(rank: int, world: int) -> tuple[int, int]:
     shapes = {f"m{index}.weight": (4, 5) for index in range(2 * world)}
     ranks = [
-        tuple(Shard(key, shape, 0, 20, 0, 0) for i, (key, shape) in enumerate(shapes.items()) if i % world == holder)
+        tuple(
+            Shard(key, 0, 20, 0, shape=shape, tensor=0)
+            for i, (key, shape) in enumerate(shapes.items())
+            if i % world == holder
+        )
         for holder in range(world)
     ]
     probe = Probe(Layout(tuple(ranks), rank, dist.group.WORLD), _tasks(shapes), _whole(shapes))
@@ -264,8 +268,8 @@ def _pipeline(rank: int, world: int) -> list[Any]:
     shapes = {f"m{index}.weight": (4, 5) for index in range(8)}
     ranks: list[list[Shard]] = [[], []]
     for key, shape in shapes.items():
-        ranks[0].append(Shard(key, shape, 0, 9, 0, 0))
-        ranks[1].append(Shard(key, shape, 9, 20, 0, 0))
+        ranks[0].append(Shard(key, 0, 9, 0, shape=shape, tensor=0))
+        ranks[1].append(Shard(key, 9, 20, 0, shape=shape, tensor=0))
     layout = Layout(tuple(map(tuple, ranks)), rank, dist.group.WORLD)
     probe = Probe(layout, _tasks(shapes), _whole(shapes), batch_elements=20)
     assert len(probe.plan.batches) == 4
@@ -318,7 +322,7 @@ class Toy(MatrixRule):
 
 def _four_parameters() -> tuple[list[Shard], Layout, dict[str, Tensor], MatrixPlan]:
     shapes = {"a.weight": (2, 3), "a.bias": (2,), "b.weight": (2, 3), "b.bias": (2,)}
-    shards = [Shard(key, shape, 0, prod(shape), 0, 0) for key, shape in shapes.items()]
+    shards = [Shard(key, 0, prod(shape), 0, shape=shape, tensor=0) for key, shape in shapes.items()]
     layout = Layout.single(shards)
     return shards, layout, _whole(shapes), plan_matrices(layout, _tasks(shapes), [0.0])[0]
 
@@ -359,7 +363,7 @@ def test_matrices_without_any_gradient_are_not_offered_in_place() -> None:
 
 def test_slices_are_never_taken() -> None:
     """They are computed together with those of other ranks, even one that is whole on its owner."""
-    layout = Layout.single([Shard("m", (2, 3), 0, 6, 0, 0)])
+    layout = Layout.single([Shard("m", 0, 6, 0, shape=(2, 3), tensor=0)])
     task = MatrixTask("m", ("m",), (2, 3), 1.0, whole="matrix")
     plan = MatrixPlan({"m": 0}, (Batch((2, 3), (task,), partners=(0,)),))
     toy = Toy([torch.ones(6).double()], takes=True)
@@ -368,7 +372,10 @@ def test_slices_are_never_taken() -> None:
 
 
 def test_missing_values_on_several_ranks_are_refused() -> None:
-    ranks = ((Shard("m.weight", (2, 2), 0, 3, 0, 0),), (Shard("m.weight", (2, 2), 3, 4, 0, 0),))
+    ranks = (
+        (Shard("m.weight", 0, 3, 0, shape=(2, 2), tensor=0),),
+        (Shard("m.weight", 3, 4, 0, shape=(2, 2), tensor=0),),
+    )
     layout = Layout(ranks, rank=1)
     plan, _ = plan_matrices(layout, [MatrixTask("m.weight", ("m.weight",), (), 1.0)], [0.0, 5.0])
     with pytest.raises(RuntimeError, match="'m.weight' has no values on this rank"):
@@ -376,7 +383,7 @@ def test_missing_values_on_several_ranks_are_refused() -> None:
 
 
 def test_results_have_the_type_of_the_wire_on_every_rank() -> None:
-    layout = Layout.single([Shard("m.weight", (2, 2), 0, 4, 0, 0)])
+    layout = Layout.single([Shard("m.weight", 0, 4, 0, shape=(2, 2), tensor=0)])
     plan, _ = plan_matrices(layout, [MatrixTask("m.weight", ("m.weight",), (), 1.0)], [0.0])
     values = torch.tensor([1.0, 2.0, 3.0, 1.0 + 2**-30], dtype=torch.float64)
     toy = Toy([values], Tensor.double)
@@ -388,7 +395,7 @@ def _round_trip(rank: int, world: int) -> list[tuple[bool, Tensor, Tensor]]:
     """Per shard: whether this rank owns it, its values, and what its owner, who changes nothing, gives back."""
     cuts = ((0, 9), (9, 20))
     shapes = {f"m{index}.weight": (4, 5) for index in range(4)}
-    ranks = [tuple(Shard(key, shape, *cut, 0, 0) for key, shape in shapes.items()) for cut in cuts]
+    ranks = [tuple(Shard(key, *cut, 0, shape=shape, tensor=0) for key, shape in shapes.items()) for cut in cuts]
     layout = Layout(tuple(ranks), rank, dist.group.WORLD)
     plan, _ = plan_matrices(layout, _tasks(shapes), [0.0] * world)
     exchange = MatrixExchange(layout, plan, CPU, torch.float32, WireFormat(torch.bfloat16))
@@ -414,7 +421,9 @@ def test_only_what_crosses_ranks_is_rounded() -> None:
 def _trace(rank: int, world: int) -> list[dict[str, Any]]:
     """The events of a profiled run of four batches that all travel."""
     shapes = {f"m{index}.weight": (4, 5) for index in range(8)}
-    ranks = [tuple(Shard(key, shape, *cut, 0, 0) for key, shape in shapes.items()) for cut in ((0, 9), (9, 20))]
+    ranks = [
+        tuple(Shard(key, *cut, 0, shape=shape, tensor=0) for key, shape in shapes.items()) for cut in ((0, 9), (9, 20))
+    ]
     probe = Probe(Layout(tuple(ranks), rank, dist.group.WORLD), _tasks(shapes), _whole(shapes), batch_elements=20)
     with profile(activities=[ProfilerActivity.CPU]) as recorder:
         probe.run()

@@ -18,7 +18,7 @@ quick = settings(max_examples=40, deadline=None)
 
 
 def piece(start: int, end: int, key: str = "w", shape: tuple[int, ...] = (4, 6)) -> Shard:
-    return Shard(key, shape, start, end, 0, 0)
+    return Shard(key, start, end, 0, shape=shape, tensor=0)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_replicas_are_checked_rank_by_rank() -> None:
 
 def test_shard_knows_its_size() -> None:
     assert piece(3, 10).numel == 7 and not piece(3, 10).is_whole
-    assert piece(0, 24).is_whole and Shard("s", (), 0, 1, 0, 0).is_whole
+    assert piece(0, 24).is_whole and Shard("s", 0, 1, 0, shape=(), tensor=0).is_whole
 
 
 @quick

@@ -83,7 +83,9 @@ def _flat_partition(shapes: dict[str, tuple[int, int]], world: int) -> Layout:
         for rank in range(world):
             start, end = max(position, rank * size), min(position + prod(shape), (rank + 1) * size)
             if start < end:
-                ranks[rank].append(Shard(key, shape, start - position, end - position, 0, start - rank * size))
+                ranks[rank].append(
+                    Shard(key, start - position, end - position, start - rank * size, shape=shape, tensor=0)
+                )
         position += prod(shape)
     return Layout(tuple(map(tuple, ranks)))
 
@@ -100,7 +102,7 @@ def test_gpt_matrices_are_balanced_and_mostly_stay(world: int, replicated: bool)
     shapes = _gpt(layers=12, width=16)
     layout = _flat_partition(shapes, world)
     if replicated:
-        whole = tuple(Shard(key, shape, 0, prod(shape), 0, 0) for key, shape in shapes.items())
+        whole = tuple(Shard(key, 0, prod(shape), 0, shape=shape, tensor=0) for key, shape in shapes.items())
         layout = Layout((whole,) * world, replicated=True)
     plan, loads = plan_matrices(layout, _tasks(shapes), [0.0] * world)
     assert max(loads) <= 1.15 * sum(loads) / world
@@ -148,7 +150,7 @@ def test_digest_tells_plans_apart() -> None:
 
 def test_loads_pass_from_one_group_to_the_next() -> None:
     shapes = {"a": (4, 4), "b": (4, 4)}
-    whole = tuple(Shard(key, shape, 0, 16, 0, 0) for key, shape in shapes.items())
+    whole = tuple(Shard(key, 0, 16, 0, shape=shape, tensor=0) for key, shape in shapes.items())
     layout = Layout((whole, whole), replicated=True)
     tasks = _tasks(shapes)
     first, loads = plan_matrices(layout, tasks[:1], [0.0, 0.0])

@@ -17,17 +17,17 @@ def _rows(key: str, shape: tuple[int, int], *ranges: tuple[int, int], copy: int 
     """Shards of whole rows, one behind the other in one tensor."""
     width, position, found = shape[1], 0, []
     for first, last in ranges:
-        found.append(Shard(key, shape, first * width, last * width, 0, position, copy=copy))
+        found.append(Shard(key, first * width, last * width, position, shape=shape, tensor=0, copy=copy))
         position += (last - first) * width
     return found
 
 
 def _columns(key: str, shape: tuple[int, int], first: int, last: int) -> list[Shard]:
-    return [Shard(key, shape, 0, shape[0] * (last - first), 0, 0, (first, last))]
+    return [Shard(key, 0, shape[0] * (last - first), 0, (first, last), shape=shape, tensor=0)]
 
 
 def _run(key: str, shape: tuple[int, int], start: int, end: int, copy: int = 0) -> list[Shard]:
-    return [Shard(key, shape, start, end, 0, 0, copy=copy)]
+    return [Shard(key, start, end, 0, shape=shape, tensor=0, copy=copy)]
 
 
 def _layout(*ranks: list[Shard]) -> Layout:
@@ -80,7 +80,7 @@ def test_other_matrices_have_one_owner(layout: Layout) -> None:
 
 def test_slices_are_parameters_of_their_layout() -> None:
     layout = _layout(
-        [*_rows("w", (8, 3), (0, 2), (4, 6)), *_columns("c", (3, 8), 0, 4), Shard("v", (5,), 0, 5, 1, 0)],
+        [*_rows("w", (8, 3), (0, 2), (4, 6)), *_columns("c", (3, 8), 0, 4), Shard("v", 0, 5, 0, shape=(5,), tensor=1)],
         [*_rows("w", (8, 3), (2, 4), (6, 8)), *_columns("c", (3, 8), 4, 8)],
     )
     sliced = in_slices(layout, find_slices(layout, ["w", "c"], PAIR))

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from rankwise import SONew
-from rankwise.kernels import lists
-from rankwise.kernels.dispatch import using
 from rankwise.sonew.formulas import GRAFTS
 from rankwise.sonew.rule import Statistics, sonew_step
 
@@ -50,16 +48,12 @@ def by_optimizer(band: int, chain: str, graft: str) -> tuple[dict[str, Tensor], 
     return weights, optimizer
 
 
-@pytest.mark.parametrize("form", ["chosen", "lists"])
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("graft", GRAFTS)
 @pytest.mark.parametrize("chain", ["row", "tensor"])
 @pytest.mark.parametrize("band", [0, 1, 4])
-def test_the_optimizer_follows_the_rule(band: int, chain: str, graft: str, form: str) -> None:
-    if form == "lists":
-        with using(lists):
-            weights, optimizer = by_optimizer(band, chain, graft)
-    else:
-        weights, optimizer = by_optimizer(band, chain, graft)
+def test_the_optimizer_follows_the_rule(band: int, chain: str, graft: str) -> None:
+    weights, optimizer = by_optimizer(band, chain, graft)
     assert {row.rule for row in optimizer.explain()} == {"matrix"}
     for name, weight in weights.items():
         w, averages = by_rule(name, band, chain, graft)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
 import torch
 from cases import BY_NAME, Case, advance, assert_same, cases, loss_of, net, setup, weights
+from saved_files import through_a_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -19,13 +19,6 @@ def other_values(case: Case) -> dict[str, float]:
     """Of a group, which a checkpoint must bring back; an option that nothing reads cannot be given."""
     found = {"lr": 0.7, "weight_decay": 0.9, "eps": 0.3}
     return {key: value for key, value in found.items() if case.options.get("backend") != "sgd" or key != "eps"}
-
-
-def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def resumed(case: Case, model: nn.Module, optimizer: Any, **overrides: Any) -> tuple[nn.Module, Any]:
@@ -44,6 +37,21 @@ def tensors(value: Any) -> list[Tensor]:
     if isinstance(value, dict | list | tuple):
         return [t for item in (value.values() if isinstance(value, dict) else value) for t in tensors(item)]
     return []
+
+
+def everything(model: nn.Module, optimizer: Any) -> list[Any]:
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return [copy.deepcopy(groups), [t.clone() for t in tensors(optimizer.state_dict())], list(weights(model).values())]
+
+
+def refused(model: nn.Module, optimizer: Any, state: Any, message: str) -> None:
+    before = everything(model, optimizer)
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(state)
+    after = everything(model, optimizer)
+    assert after[0] == before[0]
+    for ours, theirs in zip(after[1] + after[2], before[1] + before[2], strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 4, 6])
@@ -133,26 +141,9 @@ def test_looking_at_what_was_loaded_changes_nothing(case: Case) -> None:
 def test_a_mismatched_checkpoint_changes_nothing() -> None:
     model, optimizer = setup(BY_NAME["ldadam"])
     advance(model, optimizer, range(2))
-    before = copy.deepcopy(optimizer.state_dict())
-    other = net()
-    named = list(other.named_parameters())
+    named = list(net().named_parameters())
     split = BY_NAME["ldadam"].build([{"params": named[:3]}, {"params": named[3:]}])
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        optimizer.load_state_dict(split.state_dict())
-    for a, b in zip(tensors(optimizer.state_dict()), tensors(before), strict=True):
-        assert torch.equal(a, b)
-
-
-def _refused(optimizer: Any, state: dict[str, Any], message: str) -> None:
-    before = copy.deepcopy(optimizer.state_dict())
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in copy.deepcopy(optimizer.param_groups)]
-    with pytest.raises(ValueError, match=message):
-        optimizer.load_state_dict(state)
-    after = optimizer.state_dict()
-    assert [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups] == groups
-    assert after["matrix_states"].keys() == before["matrix_states"].keys()
-    for a, b in zip(tensors(after), tensors(before), strict=True):
-        assert torch.equal(a, b)
+    refused(model, optimizer, split.state_dict(), "different number of parameter groups")
 
 
 def test_another_optimizers_checkpoint_is_refused() -> None:
@@ -161,12 +152,12 @@ def test_another_optimizers_checkpoint_is_refused() -> None:
         model, optimizer = setup(BY_NAME[name])
         advance(model, optimizer, range(2))
         optimizer.param_groups[0]["lr"] = 0.5
-        saved[name] = (optimizer, through_a_file(optimizer.state_dict()))
-    for ours, (optimizer, _) in saved.items():
-        for theirs, (other, state) in saved.items():
+        saved[name] = (model, optimizer, through_a_file(optimizer.state_dict()))
+    for ours, (model, optimizer, _) in saved.items():
+        for theirs, (_, other, state) in saved.items():
             if ours != theirs:
                 message = f"{optimizer.identity}: the checkpoint's rankwise='{other.identity}' is invalid.*must be"
-                _refused(optimizer, state, message)
+                refused(model, optimizer, state, message)
 
 
 @pytest.mark.parametrize("name", ["ldadam", "mkor-adamw"])
@@ -180,10 +171,10 @@ def test_a_checkpoint_without_matrix_states_is_refused(name: str) -> None:
         key: {kind: value for kind, value in own.items() if not kind.startswith("matrix.")}
         for key, own in state["state"].items()
     }
-    _refused(optimizer, state, "lost its matrix states")
+    refused(model, optimizer, state, "lost its matrix states")
     for group in state["param_groups"]:
         del group["rankwise"]
-    _refused(optimizer, state, "(lost its matrix states|written by another optimizer)")
+    refused(model, optimizer, state, "(lost its matrix states|written by another optimizer)")
     setup(BY_NAME[name])[1].load_state_dict({**state, "state": {}})  # nothing in it to be misread
 
 
@@ -203,9 +194,9 @@ def test_matrix_states_of_unknown_names_are_refused(name: str) -> None:
     state = optimizer.state_dict()
     key = next(iter(state["matrix_states"]))
     strange = {**state, "matrix_states": {**state["matrix_states"], "9.weight": state["matrix_states"][key]}}
-    _refused(optimizer, strange, "has '9.weight', which is invalid: it must be the name of one .*0.weight")
+    refused(model, optimizer, strange, "has '9.weight', which is invalid: it must be the name of one .*0.weight")
     state["matrix_states"][key]["other"] = torch.ones(1)
-    _refused(optimizer, state, f"matrix_states.'{key}'. has 'other', which is invalid: it must be one of")
+    refused(model, optimizer, state, f"matrix_states.'{key}'. has 'other', which is invalid: it must be one of")
 
 
 # --- LDAdam ----------------------------------------------------------------------------------------------------------

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from cases import BY_NAME, Case, advance, assert_same, cases, loss_of, net, setup, weights
-from test_checkpoint import tensors, through_a_file
+from saved_files import through_a_file
+from test_checkpoint import refused, tensors
 from torch import Tensor, nn
 
 OF_EVERY_TYPE = ["mars-adamw", "mars-lion", "mars-shampoo", "mars-m", "sonew-tridiagonal", "ldadam", "mkor-adamw"]
@@ -37,21 +37,6 @@ def trained(case: Case, vocabulary: int, width: int, steps: int = 2, **overrides
         model(torch.arange(6).view(2, 3)).square().mean().backward()
         optimizer.step()
     return model, optimizer
-
-
-def everything(model: nn.Module, optimizer: Any) -> list[Any]:
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return [copy.deepcopy(groups), [t.clone() for t in tensors(optimizer.state_dict())], list(weights(model).values())]
-
-
-def refused(model: nn.Module, optimizer: Any, state: Any, message: str) -> None:
-    before = everything(model, optimizer)
-    with pytest.raises(ValueError, match=message):
-        optimizer.load_state_dict(state)
-    after = everything(model, optimizer)
-    assert after[0] == before[0]
-    for ours, theirs in zip(after[1] + after[2], before[1] + before[2], strict=True):
-        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("stepped", [False, True])
@@ -168,19 +153,6 @@ def test_a_renamed_parameter_keeps_its_place() -> None:
     renamed.load_state_dict(optimizer.state_dict())
     ours, theirs = tensors(renamed.state_dict()), tensors(optimizer.state_dict())
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-def test_without_names_the_order_counts_as_in_torch() -> None:
-    case = BY_NAME["mars-adamw"]
-    model, optimizer = setup(case)
-    advance(model, optimizer, range(2))
-    twin = net()
-    nameless = case.build(twin.parameters(), twin)
-    twin.load_state_dict(model.state_dict())
-    nameless.load_state_dict(through_a_file(optimizer.state_dict()))
-    advance(model, optimizer, range(2, 4))
-    advance(twin, nameless, range(2, 4))
-    assert_same(weights(twin), weights(model))
 
 
 # --- types -----------------------------------------------------------------------------------------------------------

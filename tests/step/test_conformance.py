@@ -199,16 +199,6 @@ def test_a_group_added_later_starts_its_own_count(case: Case) -> None:
     assert sum(row.state_bytes for row in optimizer.explain()) == sum(optimizer.state_bytes().values())
 
 
-def test_mkor_asks_for_a_new_capture_after_a_group_was_added() -> None:
-    model = net()
-    first, second = halves(model)
-    optimizer = BY_NAME["mkor-adamw"].build(first, model)
-    advance(model, optimizer, range(2))
-    optimizer.add_param_group({"params": second})
-    with pytest.raises(ValueError, match=r"2\.weight.*call optimizer\.capture\(model\) again"):
-        advance(model, optimizer, range(2, 3))
-
-
 @pytest.mark.parametrize("fallback", [True, False])
 @cases(exact=False)
 def test_fallback_groups(case: Case, fallback: bool) -> None:
@@ -662,25 +652,6 @@ def test_copies_continue_on_their_own(case: Case, copied: Any, steps: int) -> No
     assert [str(row) for row in twin.explain()] == [str(row) for row in optimizer.explain()]
     torchs_own = vars(torch.optim.AdamW([nn.Parameter(torch.ones(1))])).keys()
     assert vars(twin).keys() - torchs_own == vars(optimizer).keys() - torchs_own
-
-
-def test_a_copied_mkor_asks_for_its_own_capture() -> None:
-    model, optimizer = setup(BY_NAME["mkor-adamw"])
-    advance(model, optimizer, range(2))
-    other, twin = copy.deepcopy((model, optimizer))
-    with pytest.raises(ValueError, match=r"call optimizer\.capture\(model\) before the first step"):
-        advance(other, twin, [2])
-
-
-def test_hooks_run() -> None:
-    model, optimizer = setup(BY_NAME["sonew-tridiagonal"])
-    calls: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-    optimizer.register_state_dict_post_hook(lambda *_: calls.append("state"))
-    advance(model, optimizer, range(2))
-    optimizer.state_dict()
-    assert calls == ["pre", "post", "pre", "post", "state"]
 
 
 def test_the_table_covers_every_class_and_variant() -> None:

@@ -20,7 +20,7 @@ from rankwise.kernels.dispatch import kernels_for, using
 from rankwise.kernels.native import compiled_passes as elementwise
 from rankwise.kernels.native.products import products
 from rankwise.kernels.native.tiled_newton_schulz import orthogonal_steps_
-from rankwise.ldadam import native as native_ldadam
+from rankwise.ldadam import basis
 from rankwise.plan import step_unit as unit
 from rankwise.sonew import native as native_sonew
 from rankwise.sonew.optimizer import DIRECTIONS
@@ -171,19 +171,18 @@ def test_whatever_the_gradients(name: str, change: Change) -> None:
 
 @pytest.mark.compiled
 def test_a_matrix_that_cholesky_fails_on_takes_householder(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[list[float | None]] = []
-    original = native_ldadam.ldadam_steps_
+    shapes: list[tuple[int, ...]] = []
+    original = basis._householder_basis
 
-    def noted(jobs: Any) -> Any:
-        kept.append(original(jobs))
-        return kept[-1]
+    def noted(matrix: Tensor, *rest: Any) -> Tensor:
+        shapes.append(tuple(matrix.shape))
+        return original(matrix, *rest)
 
-    monkeypatch.setattr(native_ldadam, "ldadam_steps_", noted)
-    expected, _ = _steps("ldadam", foreach, _rank_one)
-    kept.clear()
+    monkeypatch.setattr(basis, "_householder_basis", noted)
+    expected, known = _steps("ldadam", foreach, _rank_one)
+    assert not shapes and known["kept_bases"] == 4
     found, _ = _steps("ldadam", native, _rank_one)
-    assert [len(shares) for shares in kept] == [3] * 4, "the first step is not among them"
-    assert [shares.count(None) for shares in kept] == [1] * 4
+    assert shapes == [(1, 64, 160)] * 4, "the first step is not among them"
     # The directions beside the one that has a gradient are free: the others' weights are what must agree.
     _assert_alike([*expected[:2], *found[2:]], expected)
     assert bool(found[0].isfinite().all()) and not torch.equal(found[0], _network()[0].weight)
@@ -193,7 +192,7 @@ def test_a_matrix_that_cholesky_fails_on_takes_householder(monkeypatch: pytest.M
 def test_without_a_compiler(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing asks for a library that is not there, and the steps are the general ones."""
     expected, _ = _steps(name, foreach)
-    for module in (elementwise, native_sonew, native_ldadam):
+    for module in (elementwise, native_sonew):
         monkeypatch.setattr(module, "library", lambda *_: None)
     assert kernels_for(torch.device("cpu"), torch.float32) is foreach
     found, _ = _steps(name, None)
@@ -245,10 +244,10 @@ def _counted(find: Callable[..., Any], calls: list[str], *source: Any) -> _Count
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("name", ["mars-adamw", "mars-lion", "sonew-tridiagonal", "sonew-band4", "ldadam"])
+@pytest.mark.parametrize("name", ["mars-adamw", "mars-lion", "sonew-tridiagonal", "sonew-band4"])
 def test_calls_do_not_depend_on_the_number_of_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    for module in (elementwise, native_sonew, native_ldadam):
+    for module in (elementwise, native_sonew):
         monkeypatch.setattr(module, "library", partial(_counted, module.library, calls))
 
     def settled(step: int, *_: Any) -> None:

@@ -52,7 +52,7 @@ def test_memory_and_work_are_shared_out(name: str) -> None:
     optimizer = _optimizer(name)
     (alone,) = estimate(optimizer, world=1)
     assert (alone.bytes_sent, alone.collectives, alone.periodic_bytes) == (0, 0, 0)
-    assert alone.elements == sum(parameter.numel() for parameter in optimizer.parameters_by_name.values())
+    assert alone.elements == sum(parameter.numel() for parameter in optimizer.table.parameters.values())
     for stage in STAGES:
         ranks = estimate(optimizer, world=8, stage=stage)
         copies = 8 if stage == 0 else 1
@@ -75,7 +75,7 @@ def test_known_sizes() -> None:
 @pytest.mark.parametrize("name", ["mars-m", "ldadam", "mkor"])
 def test_traffic_does_not_grow_with_the_ranks(name: str) -> None:
     optimizer = _optimizer(name)
-    elements = sum(parameter.numel() for parameter in optimizer.parameters_by_name.values())
+    elements = sum(parameter.numel() for parameter in optimizer.table.parameters.values())
     # Gathered once; one value per element returned, by LDAdam two or less.
     limit = 4 * elements * (3 if name == "ldadam" else 2)
     totals = [_total(estimate(optimizer, world=world, stage=3), "bytes_sent") for world in (2, 8, 64)]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import logging
 from typing import Any
 
 import pytest
 import torch
 from fused_networks import CASES, LAYERS, Network, as_fused, build, train
+from saved_files import through_a_file
 
 F64 = torch.float64
 WHOLE = {"blocks": {"*": "none"}}
@@ -24,13 +24,10 @@ def trained(case: str, steps: int = 3, **options: Any) -> tuple[Network, Any]:
 
 def reloaded(case: str, network: Network, optimizer: Any, **options: Any) -> tuple[Network, Any]:
     """A new optimizer of the same weights with the old one's states, by way of a file."""
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
     fresh = Network(F64, True)
     fresh.load_state_dict(network.state_dict())
     found = build(case, fresh, **options)
-    found.load_state_dict(torch.load(file, weights_only=True))
+    found.load_state_dict(through_a_file(optimizer.state_dict()))
     return fresh, found
 
 

@@ -9,7 +9,7 @@ import torch
 from fused_networks import CASES, LAYERS, Network, build, train
 from torch import nn
 
-from rankwise import MKOR
+from rankwise import MARS, MKOR
 from rankwise.estimate import estimate
 
 WIDTH = 24
@@ -79,3 +79,14 @@ def test_estimates_are_what_is_kept(case: str) -> None:
         expected = [f"{name}.weight"] if whole else [f"{name}.weight[{block}]" for block in blocks_of(name)]
         assert [own for own in names if own.startswith(f"{name}.weight")] == expected
     assert all(line.owner == 0 for line in lines if line.rule == "matrix")
+
+
+def test_blocks_keep_states_as_their_weight_does() -> None:
+    """Codes are for parameters of many elements, which none of the blocks has."""
+    network = nn.Sequential(nn.Linear(48, 3 * 48, bias=False))
+    blocks = {"0.weight": "qkv"}
+    optimizer = MARS(network.named_parameters(), variant="muon", blocks=blocks, state_dtype="int8")
+    (rank,) = estimate(optimizer, world=1, stage=0)
+    network(torch.randn(5, 48)).square().mean().backward()
+    optimizer.step()
+    assert rank.element_state_bytes == optimizer.state_bytes()["element"] < 4 * 3 * 48**2

@@ -234,7 +234,7 @@ def test_ldadam_states_after_the_recording() -> None:
     follow(recording, optimizer)
     last, (beta1, _) = recording.steps, recording.meta["constructor"]["betas"]
     for i in recording.meta["param_groups"][0]["idx"]:
-        name = next(name for name, value in optimizer.parameters_by_name.items() if value is recording.parameters[i])
+        name = next(name for name, value in optimizer.table.parameters.items() if value is recording.parameters[i])
         state = optimizer.matrix_states[name]
         tall = recording.meta["side"][str(i)] == "right"
 
@@ -257,9 +257,7 @@ def test_every_recording_is_followed_or_accounted_for() -> None:
 
     source = open(__file__).read()
     not_by_the_class = {
-        # An exact SVD at every step: an option of the pure function only.
-        "ldadam_f64_noef_svd",
-        # Damping relative to a one-sided row sum: likewise.
+        # Damping relative to a one-sided row sum: see sonew/test_sonew_golden.py.
         "sonew_jax_tridiag_rmspgraft_releps_f64",
     }
     for path in GOLDEN_DIR.glob("*.npz"):

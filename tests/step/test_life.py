@@ -15,7 +15,7 @@ from cases import BY_NAME, Case
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from test_checkpoint import through_a_file
+from saved_files import through_a_file
 from torch import Tensor, nn
 
 SHAPES = ((10, 8), (8, 10), (12, 12), (9,), ())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +13,7 @@ import simulated
 import torch
 from cases import BY_NAME, Case, advance, cases, loss_of, net, setup
 from ranks import run_ranks
+from saved_files import through_a_file
 from simulated import Framework, world_group
 from torch import Tensor, nn
 
@@ -186,18 +186,11 @@ def test_a_weight_that_is_set_to_zero_goes_on_as_a_number() -> None:
 # --- saved and loaded ------------------------------------------------------------------------------------------------
 
 
-def _through_a_file(states: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(states, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 @cases(names=KINDS)
 def test_resumes_bitwise(case: Case) -> None:
     model, optimizer = narrow(case)
     advance(model, optimizer, range(3))
-    saved = _through_a_file([model.state_dict(), optimizer.state_dict()])
+    saved = through_a_file([model.state_dict(), optimizer.state_dict()])
     advance(model, optimizer, range(3, STEPS))
     again, resumed = narrow(case)
     again.load_state_dict(saved[0])
@@ -211,7 +204,7 @@ def test_resumes_bitwise(case: Case) -> None:
 def test_switched_on_in_mid_run_remainders_begin_at_zero(case: Case) -> None:
     model, optimizer = setup(case, BF16)
     advance(model, optimizer, range(3))
-    saved = _through_a_file([model.state_dict(), optimizer.state_dict()])
+    saved = through_a_file([model.state_dict(), optimizer.state_dict()])
     again, resumed = narrow(case)
     again.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
 import torch
 from cases import Case, assert_same, cases, loss_of, net, weights
+from saved_files import through_a_file
 from torch import Tensor, nn
 
 from rankwise import MARS, MKOR, LDAdam, SONew
-from rankwise.states.state_takeover import TakeoverTarget, plan_takeover
+from rankwise.saving.state_takeover import TakeoverTarget, plan_takeover
 
 ALL = cases(exact=False)
 ADAMW = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-8, "weight_decay": 0.1}
@@ -33,13 +33,6 @@ def adamw_run() -> tuple[nn.Module, torch.optim.AdamW]:
     optimizer = torch.optim.AdamW(model.named_parameters(), **ADAMW)  # type: ignore[arg-type]
     train(model, optimizer, range(BEFORE))
     return model, optimizer
-
-
-def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def moment_of(optimizer: Any, parameter: Tensor, name: str) -> Tensor:

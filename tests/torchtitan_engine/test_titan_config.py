@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fused_rows import runs_of
 from titan_runs import MODELS
 from torch import Tensor, nn
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
@@ -179,7 +180,7 @@ def _rows(optimizer: ShardedOptimizer, name: str) -> dict[str, list[int]]:
     fused = optimizer.table.catalog[name][0].fused
     assert fused is not None
     parts = [part for part, _ in fused.parts]
-    return {part: [row for first, last in fused.runs(part) for row in range(first, last)] for part in parts}
+    return {part: [row for first, last in runs_of(fused, part) for row in range(first, last)] for part in parts}
 
 
 def test_joined_projections_are_known_as_torchtitan_splits_them() -> None:

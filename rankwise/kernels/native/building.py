@@ -19,7 +19,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-__all__ = ["EXACT", "FAST", "INSTRUCTIONS", "SWITCH", "library"]
+__all__ = ["EXACT", "INSTRUCTIONS", "SWITCH", "library"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +42,7 @@ _INSTRUCTIONS = {
     },
 }
 _INSTRUCTIONS_ELSEWHERE = {"native": ("-march=native",)}
-FAST = ("-fno-math-errno", "-fno-trapping-math")
-"""Flags of products, which may fuse a multiplication with an addition."""
-EXACT = (*FAST, "-ffp-contract=off")
+EXACT = ("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
 """Flags of element-wise code, which must round every operation, or bits would depend on where a run is cut."""
 _TIMEOUT = 300
 

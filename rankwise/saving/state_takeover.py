@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["MOMENTS", "StateTakeover", "TakeoverTarget", "plan_takeover"]
+from rankwise.states.optimizer_spec import MOMENTS
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Averages of the gradient and of its square, under AdamW's names; Muon has the first one."""
+__all__ = ["StateTakeover", "TakeoverTarget", "listed", "plan_takeover"]
+
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -53,12 +53,12 @@ class StateTakeover:
         both = [name for name, moments in self.carried.items() if len(moments) == len(MOMENTS)]
         first = [name for name in self.carried if name not in both]
         parts = [
-            f"{text} of {_listed(names)}"
+            f"{text} of {listed(names)}"
             for text, names in (("both moments", both), ("the first moment", first))
             if names
         ]
         fresh = [*self.matrices, *self.afresh]
-        start = "" if not fresh else f"; all other states of {_listed(fresh)} start afresh"
+        start = "" if not fresh else f"; all other states of {listed(fresh)} start afresh"
         gently = f", with updates that grow to their size over {ramp} steps" if fresh and ramp else ""
         kept = f"{' and '.join(parts)} too" if parts else "no state goes on"
         return f"{owner} goes on from {author}: weights are kept, {kept}{start}{gently}."
@@ -76,6 +76,7 @@ def plan_takeover(saved: Mapping[str, Shapes], targets: Mapping[str, TakeoverTar
     return StateTakeover(carried, afresh, matrices)
 
 
-def _listed(names: Collection[str]) -> str:
+def listed(names: Collection[str]) -> str:
+    """The first names, and how many more there are."""
     first_names: Sequence[str] = list(names)[:3]
     return ", ".join(first_names) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
