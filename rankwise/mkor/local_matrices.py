@@ -1,4 +1,4 @@
-"""Matrices that are preconditioned and stepped together where they lie: what follows from which they are."""
+"""Plans of matrices that are preconditioned and stepped together where they lie depend on the matrices alone."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["LocalMatrix", "LocalMatrixPlan"]
 
 
 class LocalMatrix(NamedTuple):
-    """A matrix that is to be stepped where it lies; see :meth:`rankwise.step.matrices.MatrixRule.take`."""
+    """A matrix that is to be stepped where it lies: its task, and the indices of its parts' shards."""
 
     task: MatrixTask
     indices: Sequence[int]
 
 
 class _PartRun(NamedTuple):
-    """Some elements of a shard, by its index, which is that of so many parts."""
+    """Some elements of a shard, by its index and by its number among the parts of all matrices."""
 
     shard: int
     part: int
@@ -35,7 +35,7 @@ class _PartRun(NamedTuple):
 
 
 class _Factored(NamedTuple):
-    """A gradient: which of the tasks' states have its factors, and by which names."""
+    """A gradient, the place of the task whose state has its factors, and the names of these factors."""
 
     form: GradientForm
     place: int
@@ -47,36 +47,36 @@ class LocalMatrixPlan:
     """Plan of matrices that are stepped where they lie.
 
     Args:
-        taken: The matrices.
-        states: States of the matrices: which sides have factors.
+        taken: Matrices of the plan.
+        states: States of the matrices, which say which sides have factors.
 
     Attributes:
         tasks: Tasks of the matrices.
-        weights: Indices of their weights' shards.
-        alike: Places of the tasks that have one signature.
-        runs: Runs of their gradients: index and elements of a shard.
-        arrangement: Arrangement of their gradients.
+        weights: Indices of the weights' shards.
+        alike: Places of the tasks of each signature.
+        runs: Runs of the gradients: index and elements of a shard.
+        arrangement: Arrangement of the gradients for products.
     """
 
     def __init__(self, taken: Sequence[LocalMatrix], states: Sequence[MatrixState]) -> None:
-        self.tasks = [each.task for each in taken]
-        self.weights = [each.indices[0] for each in taken]
+        self.tasks = [matrix.task for matrix in taken]
+        self.weights = [matrix.indices[0] for matrix in taken]
         self.alike: dict[Any, list[int]] = {}
         for place, task in enumerate(self.tasks):
             self.alike.setdefault(task.signature, []).append(place)
         self._gradients: list[_Factored] = []
         self._runs: list[_PartRun] = []
         first = 0
-        for place, (each, state) in enumerate(zip(taken, states, strict=True)):
-            for gradient, parts in _gradients_of(each.task.signature, place, state):
+        for place, (matrix, state) in enumerate(zip(taken, states, strict=True)):
+            for gradient, parts in _gradients_of(matrix.task.signature, place, state):
                 self._gradients.append(gradient)
-                self._runs += [_PartRun(each.indices[part], first + part, own) for part, own in parts]
-            first += len(each.indices)
+                self._runs += [_PartRun(matrix.indices[part], first + part, elements) for part, elements in parts]
+            first += len(matrix.indices)
         self.runs = [(run.shard, run.own) for run in self._runs]
         self.arrangement = ProductGroups([gradient.form for gradient in self._gradients])
 
     def values(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """The runs of the parts of all matrices."""
+        """Return the runs of all matrices, cut from their parts."""
         return [parts[run.part] if run.own == WHOLE else parts[run.part][run.own] for run in self._runs]
 
     def places(self, entries: Sequence[Entry]) -> TensorRuns[int]:
@@ -89,13 +89,13 @@ class LocalMatrixPlan:
         return TensorRuns.of(places)
 
     def pieces(self, entries: Sequence[Entry]) -> tuple[list[int], list[tuple[int, slice]]]:
-        """Places here of the runs that belong to these entries; and their places there, with the entry's elements."""
+        """Return the numbers of the runs that belong to some entries, and their entries' places and elements."""
         place_of = {entry.index: place for place, entry in enumerate(entries)}
-        found = [position for position, (index, _) in enumerate(self.runs) if index in place_of]
-        return found, [(place_of[index], own) for index, own in map(self.runs.__getitem__, found)]
+        positions = [position for position, (index, _) in enumerate(self.runs) if index in place_of]
+        return positions, [(place_of[index], elements) for index, elements in map(self.runs.__getitem__, positions)]
 
     def factors(self, states: Sequence[Mapping[str, Tensor]]) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Factors for the rows and for the columns of every gradient."""
+        """Return the factors for the rows and for the columns of every gradient."""
         lefts = [None if left is None else states[place][left] for _, place, left, _ in self._gradients]
         rights = [None if right is None else states[place][right] for _, place, _, right in self._gradients]
         return lefts, rights
@@ -104,18 +104,18 @@ class LocalMatrixPlan:
 def _gradients_of(
     signature: LayerSignature, place: int, state: MatrixState
 ) -> Iterator[tuple[_Factored, list[tuple[int, slice]]]]:
-    """The matrices that a layer's gradient consists of: its blocks, or itself.
+    """Yield the matrices that a layer's gradient consists of, which are its blocks or itself.
 
     Yields:
-        A matrix, and where each of its runs is: in which of the layer's parts, and which of its elements.
+        A matrix, and for each of its runs the part of the layer that has it, and the elements of that part.
     """
     if not signature.blocks:
         lengths = [(size,) for size in signature.sizes]
         yield _factored(signature, place, state, "left", *lengths), [(part, WHOLE) for part in range(len(lengths))]
     for block in signature.blocks:
         slices = signature.slices_of(block)
-        lengths = [tuple(own.stop - own.start for own in found) for found in slices]
-        runs = [(part, own) for part, found in enumerate(slices) for own in found]
+        lengths = [tuple(elements.stop - elements.start for elements in part_slices) for part_slices in slices]
+        runs = [(part, elements) for part, part_slices in enumerate(slices) for elements in part_slices]
         yield _factored(signature.of_block(block), place, state, f"left[{block.name}]", *lengths), runs
 
 

@@ -1,4 +1,4 @@
-"""MKOR's matrix rule: gradients are preconditioned on their way to a first-order rule."""
+"""MKOR's matrix rule preconditions gradients on their way to a first-order rule."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from rankwise.step.matrices import MatrixRule, profiled
 __all__ = ["TAKEN", "MKORRule", "matrix_tasks", "uncaptured_tasks"]
 
 _MOST_RUNS = 64
-"""Most runs of a block that is stepped where it lies: each is a row of tables that the host makes."""
+"""Most runs of a block that is stepped where it lies, as the host makes a row of tables for each run."""
 
 
 class _InPlace(NamedTuple):
-    """What the matrices of an exchange that lie in place are stepped by.
+    """How the matrices of an exchange that lie in place are stepped.
 
     Attributes:
-        matrices: All of them.
-        plans: Of those that are stepped together, with where their gradients lie; a plan for as many as are at a time.
-        rest: The others.
+        matrices: All these matrices.
+        plans: Plans of matrices that are stepped together, with the places of their gradients.
+        rest: Matrices that are stepped one by one.
     """
 
     matrices: Sequence[BatchPlan]
@@ -67,7 +67,7 @@ class MKORRule(MatrixRule):
         first_order: The rule that steps with the preconditioned gradients.
         factors: Moves and applies the factors.
         states: The factors of the matrices this rank owns.
-        vectors: The statistics of the layers whose factors are due, by key; or what makes some of gradients.
+        vectors: Statistics of the layers whose factors are due, by key; or what makes vectors from gradients.
     """
 
     def __init__(
@@ -99,11 +99,11 @@ class MKORRule(MatrixRule):
                 self._gradients[entry.index] = gradient
 
     def gather(self, in_place: Collection[int]) -> list[Tensor | None]:
-        """The raw gradients."""
+        """Return the raw gradients."""
         return self._gradients
 
     def update(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor, spent: bool = False) -> Tensor:
-        """The preconditioned gradients of a stack, with factors that have moved if they are due."""
+        """Return the preconditioned gradients of a stack, by factors that move first if they are due."""
         elements = batch.signature.sizes[0]
         states = self._moved(tasks, lambda place: stack[place, :elements])
         return self._factors.apply(batch.signature, states, stack, self._product, self._space, spent)
@@ -127,7 +127,7 @@ class MKORRule(MatrixRule):
         results = self._space.take("result", (sum(sizes),), self.unit.dtype).split(sizes)
         self._factors.apply_to_one(task.signature, state, values, results, self._product, self._space)
         for index, result in zip(indices, results, strict=True):
-            # A part without a gradient counted as zero, and stays where it is.
+            # A part without a gradient counted as zero, and does not step.
             if self._gradients[index] is not None:
                 self._step_at_once(index, result)
         return True
@@ -138,7 +138,7 @@ class MKORRule(MatrixRule):
             self._step_taken()
 
     def remaining(self) -> list[Bucket]:
-        """What the first-order rule has yet to step."""
+        """Return the buckets that the first-order rule has yet to step."""
         if not self._stepped:
             return list(self.buckets)
         stepped = self._stepped
@@ -148,11 +148,11 @@ class MKORRule(MatrixRule):
         ]
 
     def _moved(self, tasks: Sequence[MatrixTask], gradient: Callable[[int], Tensor]) -> list[MatrixState]:
-        """The factors of matrices of one shape, after this step's update where there is one.
+        """Return the factors of matrices of one shape, after this step's update where there is one.
 
         Args:
-            tasks: The matrices.
-            gradient: Of the weight of one, by its place among them.
+            tasks: Tasks of the matrices.
+            gradient: Returns a weight's gradient, by its place among the tasks.
         """
         states = [self._state_of(task) for task in tasks]
         for decay, places in self._due_by_decay(tasks).items():
@@ -165,7 +165,7 @@ class MKORRule(MatrixRule):
         return states
 
     def _due_by_decay(self, tasks: Sequence[MatrixTask]) -> Mapping[float, Sequence[int]]:
-        """Places of the matrices whose factors move, by what they keep of themselves."""
+        """Return the places of the matrices whose factors move, by their factor momentum."""
         vectors = self._vectors
         due = [place for place, task in enumerate(tasks) if task.key in vectors]
         if not isinstance(vectors, Sketches):
@@ -194,7 +194,7 @@ class MKORRule(MatrixRule):
         return planned.rest
 
     def _step_plan(self, plan: LocalMatrixPlan, values: Sequence[Tensor]) -> None:
-        # These gradients are let go of here: the next plan's take as much memory.
+        # The gradients of a plan are freed when this returns, because those of the next plan take as much memory.
         preconditioned = self._preconditioned(plan, values)
         for bucket in self.buckets:
             positions, pieces = bucket.entries.once(("taken", plan), plan.pieces)
@@ -205,7 +205,7 @@ class MKORRule(MatrixRule):
         self._stepped.update(index for index, _ in plan.runs)
 
     def _flat_gradients(self) -> dict[int, Tensor] | None:
-        """By tensor of the unit; None where some gradients are other tensors by now."""
+        """Return the flat gradients by tensor of the unit; None where some gradients are other tensors by now."""
         flats: dict[int, Tensor] = {}
         for bucket in self.buckets:
             planned = bucket.grads.as_planned if isinstance(bucket.grads, RunViews) else None
@@ -215,7 +215,7 @@ class MKORRule(MatrixRule):
         return flats
 
     def _planned(self, matrices: Sequence[BatchPlan]) -> _InPlace:
-        rest = [plan for plan in matrices if not _takes(plan.owned[0].signature)]
+        others = [plan for plan in matrices if not _takes(plan.owned[0].signature)]
         chunks: list[list[LocalMatrix]] = []
         elements = 0
         for plan in matrices:
@@ -227,7 +227,7 @@ class MKORRule(MatrixRule):
                 chunks[-1].append(LocalMatrix(task, [piece.shard for piece in plan.local]))
                 elements += plan.length
         plans = [LocalMatrixPlan(chunk, [self._state_of(matrix.task) for matrix in chunk]) for chunk in chunks]
-        return _InPlace(matrices, [(plan, plan.places(self.unit.entries)) for plan in plans], rest)
+        return _InPlace(matrices, [(plan, plan.places(self.unit.entries)) for plan in plans], others)
 
     @property
     def _at_once(self) -> int:
@@ -246,7 +246,7 @@ class MKORRule(MatrixRule):
         return True
 
     def _step_taken(self) -> None:
-        """Precondition what has been taken, and step with what comes of it, in the type of the products."""
+        """Precondition the matrices that have been taken, and step with the results in the type of the products."""
         plan = LocalMatrixPlan(self._taken, [self._state_of(matrix.task) for matrix in self._taken])
         values, self._taken, self._values, self._taken_elements = plan.values(self._values), [], [], 0
         self._step_runs(plan.runs, self._preconditioned(plan, values))
@@ -268,15 +268,17 @@ class MKORRule(MatrixRule):
         return gradient
 
     def _step_runs(self, runs: Sequence[tuple[int, slice]], preconditioned: Preconditioned) -> None:
-        """Step some elements of shards: AdamW, or anything element-wise where there are no factors."""
+        """Step some elements of shards by AdamW, or by any element-wise rule if there are no factors."""
         by_bucket: dict[int, list[int]] = {}
         for position, (index, _) in enumerate(runs):
-            # A part without a gradient counted as zero, and stays where it is.
+            # A part without a gradient counted as zero, and does not step.
             if self._gradients[index] is not None:
                 by_bucket.setdefault(id(self._places[index][0]), []).append(position)
         for positions in by_bucket.values():
             bucket = self._places[runs[positions[0]][0]][0]
-            pieces = [(self._places[index][1], own) for index, own in (runs[position] for position in positions)]
+            pieces = [
+                (self._places[index][1], elements) for index, elements in (runs[position] for position in positions)
+            ]
             self._step_pieces(
                 self._pieces(bucket, pieces, [preconditioned.runs[position] for position in positions]),
                 preconditioned,
@@ -321,12 +323,12 @@ def _tensors_of(entries: Sequence[Entry]) -> tuple[int, ...]:
 
 
 def _takes(signature: LayerSignature) -> bool:
-    """Whether the blocks of such a layer lie in few enough runs."""
+    """Whether the blocks of a layer lie in few enough runs."""
     return all(len(runs) <= _MOST_RUNS for block in signature.blocks for runs in signature.slices_of(block))
 
 
 def uncaptured_tasks(unit: StepUnit, table: ParameterTable) -> list[MatrixTask]:
-    """The unit's matrices, none with a bias, where no layer is asked what it is.
+    """Return the unit's matrices without biases, where no model is captured.
 
     Args:
         unit: The unit.
@@ -342,7 +344,7 @@ def uncaptured_tasks(unit: StepUnit, table: ParameterTable) -> list[MatrixTask]:
 
 
 def matrix_tasks(unit: StepUnit, records: Mapping[str, Record], table: ParameterTable) -> list[MatrixTask]:
-    """The unit's matrices; one whose bias is in the same param group of it takes it along.
+    """Return the unit's matrices; a bias in its weight's param group rides along.
 
     Args:
         unit: The unit.
@@ -374,7 +376,7 @@ def matrix_tasks(unit: StepUnit, records: Mapping[str, Record], table: Parameter
 
 
 def _bundled(key: str, bias: str | None, unit: StepUnit, table: ParameterTable) -> str | None:
-    """The bias, if it is stepped with its weight: they are in one param group."""
+    """Return the bias if it is stepped with its weight, because both are in one param group."""
     if bias is None or table.catalog[bias][1] != table.catalog[key][1]:
         return None
     if bias not in unit.layout.shapes:
