@@ -35,17 +35,17 @@ _Original = Callable[..., tuple[str | None, Any]]
 def load_checkpoint(
     original: _Original, engine: DeepSpeedEngine, load_dir: str, tag: str | None = None, **options: Any
 ) -> tuple[str | None, Any]:
-    """DeepSpeed's ``load_checkpoint``, which also continues on another world size, stage or optimizer.
+    """Run DeepSpeed's ``load_checkpoint``, or continue on another world size, stage or optimizer.
 
     Args:
         original: DeepSpeed's method.
         engine: The engine that loads.
-        load_dir: As for DeepSpeed, like the following.
-        tag: Which checkpoint; the latest by default.
-        options: See :class:`deepspeed_plugin.checkpoints.load_plan.Wanted`.
+        load_dir: DeepSpeed's argument: folder of the checkpoints.
+        tag: DeepSpeed's argument: name of the checkpoint, or None for the latest.
+        options: Further arguments, those of :class:`deepspeed_plugin.checkpoints.load_plan.Wanted`.
 
     Raises:
-        CheckpointError: A move that is not supported, with what to do instead, or a damaged checkpoint.
+        CheckpointError: The checkpoint is damaged, or a move is not supported; the message says what to do instead.
     """
     wanted, present = Wanted(**options), _present_of(engine)
 
@@ -179,6 +179,6 @@ def _load_by_deepspeed(
             if REMAINDER in state:
                 state[REMAINDER].zero_()  # of the weights that were replaced
     if plan.refresh:
-        # DeepSpeed copies the loaded weights to this wrapper's fp32 masters only when nothing else is loaded.
+        # DeepSpeed copies the loaded weights to this wrapper's fp32 masters only if nothing else is loaded.
         engine.optimizer.refresh_fp32_params()
     return path, client_state if path is None else without_record(client_state)
