@@ -32,14 +32,14 @@ _MEBIBYTE = 1 << 20
 
 
 class ExplainedParameter(NamedTuple):
-    """What becomes of a parameter of a model.
+    """The route of a parameter of a model.
 
     Attributes:
-        parameter: Its name.
-        shape: As in the model.
+        parameter: Name of the parameter.
+        shape: Shape in the model.
         rule: Rule that steps it.
-        why: What decided so.
-        state_bytes: State bytes of all its states on one rank.
+        why: Reason for the rule.
+        state_bytes: Bytes of all its states on one rank.
     """
 
     parameter: str
@@ -66,7 +66,7 @@ class ExplainedOwner(NamedTuple):
 
 
 def explained(asked: Asked) -> list[ExplainedParameter]:
-    """A row per parameter, as one rank would hold it; no weight is made.
+    """Return a row per parameter, as one rank would hold it; no weight is made.
 
     Args:
         asked: Optimizer and model; under Megatron all stages are shown, whole.
@@ -80,7 +80,7 @@ def explained(asked: Asked) -> list[ExplainedParameter]:
     else:
         assert asked.model is not None
         optimizer = built(asked.picked, asked.model)
-    # One for each parameter, whether its rule takes it as one matrix or as several.
+    # Each parameter has one row, whether its rule takes it as one matrix or as several.
     rows = {optimizer.table.base_name(row.name): row for row in optimizer.explain()}
     states, shapes = _state_bytes(optimizer), optimizer.table.parameters
     return [
@@ -90,7 +90,7 @@ def explained(asked: Asked) -> list[ExplainedParameter]:
 
 
 def explain_table(rows: list[ExplainedParameter], optimizer: str) -> Table:
-    """The rows of an optimizer for the terminal."""
+    """Return the rows of an optimizer as a table for the terminal."""
     table = Table(title=f"{optimizer}, one rank")
     table.add_column("parameter", overflow="fold")
     for heading in ("shape", "rule", "why"):
@@ -150,16 +150,16 @@ def owners_table(rows: Sequence[ExplainedOwner], ranks: int) -> Table:
 
 def _state_bytes(optimizer: ShardedOptimizer) -> dict[str, int]:
     """By parameter, of all states it would have in one process; a bias that rides along is its matrix's."""
-    found = dict.fromkeys(optimizer.table.parameters, 0)
+    sizes = dict.fromkeys(optimizer.table.parameters, 0)
     name_of = optimizer.table.base_name
 
     for unit in imagined_units(optimizer, 1, 1):
         work = optimizer.step_costs(unit)
         for key, shape in unit.layout.shapes.items():
             width = sum((dtype or unit.dtype).itemsize for dtype in unit.parameters[key].states.values())
-            found[name_of(key)] += prod(shape) * width
+            sizes[name_of(key)] += prod(shape) * width
         batches = [] if unit.exchange is None else unit.exchange.plan.batches
         for task in (task for batch in batches for task in batch.tasks):
             states = work.matrix_state(task, torch.device("meta"))
-            found[name_of(task.parts[0])] += sum(state.nbytes for state in states.values())
-    return found
+            sizes[name_of(task.parts[0])] += sum(state.nbytes for state in states.values())
+    return sizes

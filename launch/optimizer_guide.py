@@ -1,4 +1,4 @@
-"""What each type is for, when it is not, and what it costs: one table for the command line and for docs/choose.md."""
+"""One table, for the command line and for docs/choose.md, says what each type is for, when not, and what it costs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZES = ("0.12M", "0.26M")
 
 @dataclass(frozen=True)
 class Characteristics:
-    """What is known of a type beyond what can be computed.
+    """The facts of a type that cannot be computed.
 
     Attributes:
         purpose: What it is for.
@@ -122,7 +122,7 @@ CHOICES: Mapping[str, Characteristics] = {
         "-0.23 at 0.075M, -0.13 at 0.12M, -0.09 at 0.26M",
     ),
 }
-"""By the spelling of a JSON's ``"type"``."""
+"""Characteristics by the spelling of a JSON's ``"type"``."""
 
 
 class Price(NamedTuple):
