@@ -55,7 +55,7 @@ class ExplainedOwner(NamedTuple):
     Attributes:
         matrix: Its name: the parameter's, with the block or slice of it.
         owner: Rank that updates it and has its states.
-        why: What decided so.
+        why: Reason for the owner.
         kept_by: Ranks that keep states in the owner's place between steps, by state.
     """
 
@@ -106,7 +106,7 @@ def explain_table(rows: list[ExplainedParameter], optimizer: str) -> Table:
 
 
 def explained_owners(asked: Asked) -> list[ExplainedOwner]:
-    """A row per matrix, by name and number, as the ranks of ``asked`` plan it before their first step.
+    """Return a row per matrix, by name and number, as the ranks of ``asked`` plan it before their first step.
 
     Raises:
         ValueError: The ranks cannot share the model.
@@ -123,21 +123,21 @@ def explained_owners(asked: Asked) -> list[ExplainedOwner]:
 
 
 def why_owner(task: MatrixTask, owner: int, held: Mapping[int, int]) -> str:
-    """What :func:`rankwise.comm.owner_plan.assign_owners` went by, given the elements that each rank holds."""
+    """Return why :func:`rankwise.comm.owner_plan.assign_owners` chose the owner; ``held`` has elements by rank."""
     if task.whole is not None:
         return "a slice; the ranks that share the matrix had least work"
-    own, most = held.get(owner, 0), max(held.values())
+    elements, most = held.get(owner, 0), max(held.values())
     equal = sum(count == most for count in held.values())
-    if own < most:
+    if elements < most:
         fuller = "rank that holds" if equal == 1 else "ranks that hold"
         return f"the {fuller} most would have over {IMBALANCE_TOLERANCE:g} times the mean work"
     if equal > 1:
         return f"had least work of the {equal} ranks that hold as much of it"
-    return "holds it whole" if len(held) == 1 else f"holds most of it, {own / sum(held.values()):.0%}"
+    return "holds it whole" if len(held) == 1 else f"holds most of it, {elements / sum(held.values()):.0%}"
 
 
 def owners_table(rows: Sequence[ExplainedOwner], ranks: int) -> Table:
-    """The owners for the terminal."""
+    """Return the owners as a table for the terminal."""
     table = Table(title=f"owners on {ranks} rank{'s' if ranks > 1 else ''}")
     table.add_column("matrix", overflow="fold")
     table.add_column("rank", justify="right")
@@ -149,7 +149,7 @@ def owners_table(rows: Sequence[ExplainedOwner], ranks: int) -> Table:
 
 
 def _state_bytes(optimizer: ShardedOptimizer) -> dict[str, int]:
-    """By parameter, of all states it would have in one process; a bias that rides along is its matrix's."""
+    """Return the bytes of all states in one process, by parameter; a bias that rides along counts with its matrix."""
     sizes = dict.fromkeys(optimizer.table.parameters, 0)
     name_of = optimizer.table.base_name
 

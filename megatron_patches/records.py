@@ -32,7 +32,7 @@ Records = Mapping[Place, Mapping[str, Any]]
 
 
 def nested(state: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """Everything in nested dictionaries and lists, with the keys that lead to it; what holds something comes first."""
+    """Yield all values in nested dictionaries and lists, with the keys that lead to them; containers come first."""
     yield place, state
     items: Any = ()
     if isinstance(state, Mapping):
@@ -44,14 +44,14 @@ def nested(state: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
 
 
 def at_place(state: Any, place: Place) -> Any:
-    """What lies in nested dictionaries and lists where these keys lead."""
+    """Return the value in nested dictionaries and lists to which these keys lead."""
     for key in place:
         state = state[key]
     return state
 
 
 def find_records(state: Any) -> Iterator[tuple[Place, Mapping[str, Any]]]:
-    """The records of optimizers of ours anywhere in nested dictionaries and lists, and where they lie."""
+    """Yield records of optimizers of ours anywhere in nested dictionaries and lists, after where they lie."""
     for place, holder in nested(state):
         record = holder.get(RECORD) if isinstance(holder, Mapping) else None
         if isinstance(record, Mapping) and "identity" in record:
@@ -114,11 +114,11 @@ def relocate_records(loaded: Any, requested: Records, stored: Records) -> None:
     """
     if requested.keys() == stored.keys() or not (requested and stored):
         return
-    found = wanted_records(requested, stored)
+    records = wanted_records(requested, stored)
     scalers = [at_place(loaded, place).get(_SCALER) for place in stored]
     for place in stored.keys() - requested.keys():
         _take_out(loaded, place)
-    for place, record in found.items():
+    for place, record in records.items():
         target = at_place(loaded, place)
         target[RECORD] = record
         if scalers[0] is not None:
@@ -127,7 +127,7 @@ def relocate_records(loaded: Any, requested: Records, stored: Records) -> None:
 
 def _take_out(loaded: Any, place: Place) -> None:
     here = at_place(loaded, place)
-    # Of what a rank had none of, Megatron keeps an empty dictionary.
+    # Megatron keeps an empty dictionary where a rank had no values.
     for key in [
         key for key, value in here.items() if key in (RECORD, _SCALER) or (isinstance(value, dict) and not value)
     ]:

@@ -28,7 +28,7 @@ from rankwise.step.optimizer import ShardedOptimizer
 __all__ = ["TAKEOVER", "Takeover", "find_takeovers", "taken_over"]
 
 TAKEOVER = "rankwise_takeover"
-"""Where a wrapper that is to be loaded leaves its own, in what it asks of a checkpoint."""
+"""Key of the :class:`Takeover` in the state that a wrapper asks for."""
 _AUTHOR = "Megatron's own optimizer"
 _WAY_OUT = "pass --no-load-optim to start from the model's weights with all states afresh"
 _ON_ITS_SIZES = (
@@ -40,7 +40,7 @@ _T = TypeVar("_T")
 
 
 class Takeover:
-    """What one wrapper takes over.
+    """The takeover of one wrapper.
 
     Args:
         wrapper: Planned wrapper of our optimizer, or a stub without parameters.
@@ -243,7 +243,7 @@ def _rounded(names: Sequence[str]) -> str:
 
 
 def find_takeovers(state: Any) -> Iterator[tuple[Place, MutableMapping[Any, Any]]]:
-    """The dictionaries in what is asked of a checkpoint that have a :class:`Takeover`, and where they lie."""
+    """Yield the dictionaries with a :class:`Takeover` in the state that is asked for, after where they lie."""
     for place, holder in nested(state):
         if isinstance(holder, MutableMapping) and isinstance(holder.get(TAKEOVER), Takeover):
             yield place, holder
@@ -311,7 +311,7 @@ def _position(place: Place) -> int | None:
 
 
 def _everyone(work: Callable[[], _T]) -> list[_T]:
-    """What some work returns on every rank; what fails on one fails on all."""
+    """Return the results of some work on all ranks; if it fails on one rank, it fails on all."""
 
     def told() -> _T:
         try:
@@ -324,9 +324,9 @@ def _everyone(work: Callable[[], _T]) -> list[_T]:
 
 
 def _parameter_places(state: Any) -> Iterator[tuple[int, Place]]:
-    for place, found in nested(state):
-        if isinstance(found, ShardedTensor | ShardedTensorFactory) and isinstance(found.data, Parameter):
-            yield id(found.data), place
+    for place, sharded in nested(state):
+        if isinstance(sharded, ShardedTensor | ShardedTensorFactory) and isinstance(sharded.data, Parameter):
+            yield id(sharded.data), place
 
 
 def _put(state: Any, place: Place, value: Mapping[str, Any]) -> None:

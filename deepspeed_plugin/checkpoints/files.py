@@ -354,9 +354,9 @@ def _stage(config: Mapping[str, Any]) -> int:
 # --- the form in which our states lie in ZeRO's files ----------------------------------------------------------------
 
 # ``deepspeed.checkpoint.ds_to_universal`` expects Adam's two moments, laid out as the flat partition, and ``step`` for
-# every flat tensor, and hands them and the hyper-parameters to whatever optimizer loads the result. Ours are neither
-# two nor laid out so, hence they lie beside, and in their place stand moments of zero that take no room in the file and
-# a step of zero: for Adam, a fresh start.
+# every flat tensor, and hands them and the hyper-parameters to any optimizer that loads the result. Our states are not
+# two moments in that layout. They lie beside, and moments of zero, which take no room in the file, and a step of zero
+# stand in their place: for Adam, a fresh start.
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STATES, _GROUPS = "element_states", "hyperparameters"
 
@@ -366,19 +366,19 @@ def _nothing() -> torch.Tensor:
 
 
 def _from_stock(state_dict: Any) -> Any:
-    """Take the true states and hyper-parameters from beside the stand-ins; what has none is returned as it is."""
+    """Take the true states and hyper-parameters from beside the stand-ins; others are returned as they are."""
     if not isinstance(state_dict, Mapping) or _STATES not in state_dict:
         return state_dict
-    found = dict(state_dict)
-    found["state"], found["param_groups"] = found.pop(_STATES), found.pop(_GROUPS)
-    return found
+    restored = dict(state_dict)
+    restored["state"], restored["param_groups"] = restored.pop(_STATES), restored.pop(_GROUPS)
+    return restored
 
 
 @contextmanager
 def zero_form(engine: DeepSpeedEngine) -> Iterator[None]:
-    """While this lasts the optimizer's dictionaries are written, and read, with stand-ins where the converter looks.
+    """Let the optimizer write and read its dictionaries with stand-ins, for the converter, inside the context.
 
-    Stage 0, which DeepSpeed cannot convert, has none.
+    Stage 0, which DeepSpeed cannot convert, gets no stand-ins.
     """
     optimizer = engine.basic_optimizer
     if not (isinstance(optimizer, ShardedOptimizer) and engine.zero_optimization()):
@@ -387,15 +387,15 @@ def zero_form(engine: DeepSpeedEngine) -> Iterator[None]:
     write, load = optimizer.state_dict, optimizer.load_state_dict
 
     def state_dict() -> dict[str, Any]:
-        own = write()
+        written = write()
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         stand_ins = {
             index: {"step": _nothing(), **{name: _nothing().expand(tensor.numel()) for name in _MOMENTS}}
             for index, tensor in enumerate(tensors)
         }
-        groups = [{"params": group["params"]} for group in own["param_groups"]]
-        beside = {_STATES: own["state"], _GROUPS: own["param_groups"]}
-        return {**own, **beside, "state": stand_ins, "param_groups": groups}
+        groups = [{"params": group["params"]} for group in written["param_groups"]]
+        beside = {_STATES: written["state"], _GROUPS: written["param_groups"]}
+        return {**written, **beside, "state": stand_ins, "param_groups": groups}
 
     optimizer.state_dict = state_dict  # type: ignore[method-assign]
     optimizer.load_state_dict = lambda state_dict: load(_from_stock(state_dict))  # type: ignore[method-assign, assignment]

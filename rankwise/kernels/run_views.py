@@ -39,15 +39,15 @@ class RunPlan:
 
     def __init__(self, places: Sequence[Sequence[Run]]) -> None:
         self.places = tuple(map(tuple, places))
-        self.lengths = tuple(place.numel for found in self.places for place in found)
-        self.has_gaps = any(place.rows > 1 for found in self.places for place in found)
-        self._cuts = [_Cutting(found) for found in self.places]
-        self._wholes = [found[0].numel if _may_be_whole(found) else -1 for found in self.places]
+        self.lengths = tuple(place.numel for runs in self.places for place in runs)
+        self.has_gaps = any(place.rows > 1 for runs in self.places for place in runs)
+        self._cuts = [_Cutting(runs) for runs in self.places]
+        self._wholes = [runs[0].numel if _may_be_whole(runs) else -1 for runs in self.places]
         self._parts: dict[tuple[int, ...], TensorRuns[int]] = {}
 
     @cached_property
     def _runs(self) -> list[Run]:
-        return [place for found in self.places for place in found]
+        return [place for runs in self.places for place in runs]
 
     @cached_property
     def _tensor_of(self) -> list[int]:
@@ -70,7 +70,7 @@ class RunPlan:
         return RunViews(views, flats, self)
 
     def only(self, chosen: Sequence[int]) -> TensorRuns[int] | None:
-        """Some of the runs, given by their places in order; the same object every time.
+        """Return some of the runs, given by their numbers; the same object for the same runs.
 
         It is None where the order of the runs is not that of the tensors.
         """
@@ -91,16 +91,14 @@ class RunPlan:
             bases: Addresses at which the flat tensors begin.
             itemsize: Bytes of an element.
         """
-        return [
-            base + itemsize * place.offset for base, found in zip(bases, self.places, strict=True) for place in found
-        ]
+        return [base + itemsize * place.offset for base, runs in zip(bases, self.places, strict=True) for place in runs]
 
 
 class TensorRuns(NamedTuple, Generic[Which]):
     """Runs in some of many tensors.
 
     Attributes:
-        tensors: What tells the tensors apart that have any, an index for example, in the order of the runs.
+        tensors: Key of each tensor that has such runs, an index for example, in the order of the runs.
         runs: The runs in these tensors.
     """
 
@@ -109,7 +107,7 @@ class TensorRuns(NamedTuple, Generic[Which]):
 
     @classmethod
     def of(cls, places: Iterable[tuple[Which, Run]]) -> TensorRuns[Which]:
-        """Plan runs that are given with what tells their tensor, those of a tensor one after the other."""
+        """Plan runs that are given with the keys of their tensors; runs of one tensor follow each other."""
         grouped = [(tensor, [run for _, run in members]) for tensor, members in groupby(places, itemgetter(0))]
         return cls(tuple(tensor for tensor, _ in grouped), RunPlan([runs for _, runs in grouped]))
 
@@ -184,7 +182,7 @@ class _Cutting:
                 self._are_apart = False
                 break
             if place.offset > end:
-                # What lies between two of them is cut out, too.
+                # The elements between two runs become a piece that nobody takes.
                 self._sizes.append(place.offset - end)
             self._chosen[at] = len(self._sizes)
             self._sizes.append(place.numel)
