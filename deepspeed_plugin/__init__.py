@@ -1,6 +1,6 @@
-"""rankwise under DeepSpeed: importing this package makes its optimizers valid ``"type"`` values of the JSON.
+"""Importing this package makes rankwise's optimizers valid ``"type"`` values of a DeepSpeed JSON.
 
-Where the code depends on names of DeepSpeed's own:
+The code depends on these names of DeepSpeed's own:
 
 ======================== ==============================================================================================
 module                   names of

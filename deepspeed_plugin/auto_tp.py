@@ -1,9 +1,9 @@
-"""AutoTP: what is known of a model before DeepSpeed cuts its weights, and what of it each rank holds afterwards.
+"""This module describes a model before DeepSpeed's AutoTP cuts its weights, and what each rank holds afterwards.
 
-DeepSpeed cuts the model while an engine is built, and tells modules of their share of heads: names, roles, shapes and
-the matrices of fused weights are read before. How it has cut each weight is what it writes down for its universal
-checkpoints (:mod:`deepspeed_plugin.tensor_parallel_shards`); some elements of every weight are compared
-with what they were.
+DeepSpeed cuts the model while an engine is built, and changes what modules say of their heads: names, roles, shapes and
+the matrices of fused weights are read before. How each weight was cut follows from DeepSpeed's map for its universal
+checkpoints (:mod:`deepspeed_plugin.tensor_parallel_shards`); some elements of every weight are compared with what they
+were before.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from rankwise.statistics.linear_views import LinearShape, LinearView, SummedPart
 __all__ = ["Uncut", "is_cut", "linear_views", "recall", "shards", "tensor_parallel", "tensor_ranks", "uncut"]
 
 _SAMPLES = 64
-"""Elements of a weight that are looked at again once it is cut."""
+"""Number of elements of a weight that are compared once it is cut."""
 _KNOWN = "_rankwise_uncut"
-"""Attribute of a model that AutoTP has cut: what was known of it before."""
+"""Attribute of a model that AutoTP has cut, with the description of its parameters from before."""
 
 
 class Uncut(NamedTuple):
-    """A parameter before AutoTP came by.
+    """A parameter before AutoTP cuts it.
 
     Attributes:
-        info: What is known of it.
-        positions: Some elements of it, flattened; None where it had no values.
-        values: Values of these.
-        cut: Whether it was cut already: by a layer of DeepSpeed's that the model was built with.
+        info: Description of the parameter.
+        positions: Positions of some elements in the flattened parameter; None where it had no values.
+        values: Values of these elements.
+        cut: Whether a layer of DeepSpeed's, of which the model was built, had cut it already.
     """
 
     info: ParameterInfo
@@ -57,25 +57,25 @@ def is_cut(engine: DeepSpeedEngine) -> bool:
 
 
 def tensor_ranks(engine: DeepSpeedEngine) -> int:
-    """Over how many ranks AutoTP cuts every weight; 1 without it."""
+    """Return over how many ranks AutoTP cuts every weight; 1 without it."""
     return max(int(engine.autotp_size()), 1)
 
 
 def uncut(model: nn.Module, shape_of: Callable[[Tensor], Any]) -> None:
-    """Write down what is known of a model that AutoTP is about to cut; nothing if it has done so before.
+    """Record the parameters of a model that AutoTP is about to cut, unless they were recorded before.
 
     Args:
         model: The model.
-        shape_of: Logical shape of a parameter.
+        shape_of: Returns the logical shape of a parameter.
     """
     if getattr(model, "ds_autotp_parsed", False):
         return
     infos = describe(model, shape_of)
-    found = {
+    uncut_by_name = {
         name: _looked_at(replace(infos[parameter], name=name), parameter)
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
-    setattr(model, _KNOWN, found)
+    setattr(model, _KNOWN, uncut_by_name)
 
 
 @torch.no_grad()
@@ -84,7 +84,7 @@ def _looked_at(info: ParameterInfo, parameter: Parameter) -> Uncut:
         return Uncut(info, None, None, cut=True)
     if parameter.is_meta or hasattr(parameter, "ds_id") or not parameter.numel():
         return Uncut(info, None, None)
-    # Not evenly spaced: a stride that the width divides would see one column.
+    # The positions are not evenly spaced, because a stride that the width divides would see one column only.
     generator = torch.Generator().manual_seed(parameter.numel())
     size = (min(_SAMPLES, parameter.numel()),)
     drawn = torch.randint(parameter.numel(), size, generator=generator, dtype=torch.int64, device="cpu")
@@ -93,65 +93,65 @@ def _looked_at(info: ParameterInfo, parameter: Parameter) -> Uncut:
 
 
 def recall(model: nn.Module) -> None:
-    """Attach to a cut model's parameters what was known of them before.
+    """Attach to a cut model's parameters their descriptions from before.
 
     Raises:
-        LayoutError: Nothing was: the model was cut before the package was imported.
+        LayoutError: There is none, because the model was cut before this package was imported.
     """
-    known: Mapping[str, Uncut] = getattr(model, _KNOWN, {})
+    saved: Mapping[str, Uncut] = getattr(model, _KNOWN, {})
     for name, parameter in model.named_parameters():
-        if name in known and known[name].cut:
+        if name in saved and saved[name].cut:
             raise LayoutError(
-                f"'{name}', of shape {known[name].info.shape} here, was cut before deepspeed.initialize, by a layer of "
+                f"'{name}', of shape {saved[name].info.shape} here, was cut before deepspeed.initialize, by a layer of "
                 "deepspeed.module_inject that the model was built with: what it is a part of is unknown. Build the "
                 "model of torch's own layers, and let deepspeed.initialize cut them (tensor_parallel.autotp_size)."
             )
-        if name not in known:
+        if name not in saved:
             raise LayoutError(
                 f"AutoTP has cut the model before deepspeed_plugin was imported, or renamed '{name}': its logical "
                 "shapes are unknown. Import deepspeed_plugin before the first deepspeed.initialize of the model."
             )
-        attach_info(parameter, known[name].info)
+        attach_info(parameter, saved[name].info)
 
 
 def shards(model: nn.Module) -> dict[int, TensorParallelShard]:
-    """Collective of the tensor-parallel ranks: what this rank holds of every parameter, by identity.
+    """Return what this rank holds of every parameter, by identity; a collective of the tensor-parallel ranks.
 
     Raises:
-        LayoutError: Alike on all of them: a weight is cut in a way that cannot be followed, or a rank has others than
-            the map of its cuts says, or weights that all of them hold differ.
+        LayoutError: On all these ranks: a weight is cut in a way that cannot be followed, a rank holds other elements
+            than the map of cuts says, or weights that all ranks should hold differ.
     """
-    known: Mapping[str, Uncut] = getattr(model, _KNOWN, {})
+    saved: Mapping[str, Uncut] = getattr(model, _KNOWN, {})
     group: dist.ProcessGroup = groups.get_tensor_model_parallel_group()
     rank, ways = dist.get_rank(group), dist.get_world_size(group)
 
     def look() -> dict[int, TensorParallelShard]:
-        found = {}
+        shards_by_id = {}
         for name, parameter in model.named_parameters():
-            found[id(parameter)] = shard = tensor_parallel_shard(
+            shards_by_id[id(parameter)] = shard = tensor_parallel_shard(
                 name, parameter, info_of(parameter, name, "").shape, rank, ways
             )
-            _compare(known[name], parameter, shard)
-        return found
+            _compare(saved[name], parameter, shard)
+        return shards_by_id
 
-    found = together(look, group)
-    _refuse_differing(model, found, group)
-    # Another engine may be built around the model when it has been trained.
-    setattr(model, _KNOWN, {name: Uncut(before.info, None, None) for name, before in known.items()})
-    return found
+    shards_by_id = together(look, group)
+    _refuse_differing(model, shards_by_id, group)
+    # Values are dropped, because another engine may be built around the model after it has been trained.
+    setattr(model, _KNOWN, {name: Uncut(before.info, None, None) for name, before in saved.items()})
+    return shards_by_id
 
 
 @torch.no_grad()
 def _compare(before: Uncut, parameter: Parameter, shard: TensorParallelShard) -> None:
-    """Refuse a map that does not lead to what the weight was."""
+    """Refuse a map by which the shard does not have the values of the weight before it was cut."""
     if before.positions is None or before.values is None or hasattr(parameter, "ds_id"):
         return
     flat, positions = parameter.detach().reshape(-1), before.positions.to(parameter.device)
     runs = [(0, 0, flat.numel())] if shard.is_whole else list(shard.positions())
     if not runs:
         return
-    known = torch.tensor(sorted(runs), dtype=torch.int64, device=positions.device)
-    starts, places, lengths = known.t().contiguous()
+    table = torch.tensor(sorted(runs), dtype=torch.int64, device=positions.device)
+    starts, places, lengths = table.t().contiguous()
     at = (torch.searchsorted(starts, positions, right=True) - 1).clamp(min=0)
     inside = (positions >= starts[at]) & (positions < starts[at] + lengths[at])
     here = (places[at] + positions - starts[at])[inside]
@@ -165,7 +165,7 @@ def _compare(before: Uncut, parameter: Parameter, shard: TensorParallelShard) ->
 
 
 def _refuse_differing(model: nn.Module, found: Mapping[int, TensorParallelShard], group: dist.ProcessGroup) -> None:
-    """Refuse weights that tensor-parallel ranks ought to hold alike: DeepSpeed hands them to no other rank of these."""
+    """Refuse whole weights that differ between tensor-parallel ranks, as DeepSpeed does not broadcast them there."""
     sums = {
         name: float(parameter.detach().double().sum())
         for name, parameter in model.named_parameters()
@@ -183,7 +183,7 @@ def _refuse_differing(model: nn.Module, found: Mapping[int, TensorParallelShard]
 
 
 def tensor_parallel(everyone: dist.ProcessGroup) -> TensorParallel:
-    """Collective: the tensor-parallel groups.
+    """Return the tensor-parallel groups; a collective.
 
     Args:
         everyone: All ranks of the run.
@@ -195,13 +195,13 @@ def tensor_parallel(everyone: dist.ProcessGroup) -> TensorParallel:
 
 
 def linear_views(found: Mapping[int, TensorParallelShard]) -> Callable[[nn.Module], list[LinearView]]:
-    """What :class:`rankwise.statistics.hooks.Capture` asks of every module.
+    """Return the function by which :class:`rankwise.statistics.hooks.Capture` describes every module.
 
-    A rank sums up the features it holds, over all tokens; of what tensor-parallel ranks see alike, its share of the
-    tokens. The sums over all ranks are then those of one process.
+    A rank sums the features that it holds over all tokens. If tensor-parallel ranks hold the same features, it sums its
+    share of the tokens. The sums over all ranks are then those of one process.
 
     Args:
-        found: See :func:`shards`.
+        found: What this rank holds of every parameter, from :func:`shards`.
     """
 
     def views(module: nn.Module) -> list[LinearView]:
@@ -221,9 +221,9 @@ def linear_views(found: Mapping[int, TensorParallelShard]) -> Callable[[nn.Modul
 
 
 def _sides(weight: Parameter, info: ParameterInfo, shard: TensorParallelShard) -> tuple[SummedPart, SummedPart]:
-    """What this rank sums up of a layer's input and of its output's gradient."""
+    """Return the parts of a layer's input and of its output's gradient that this rank sums up."""
     if getattr(weight, "_ds_grad_allreduce_registered", False):
-        # Whole, but applied to this rank's heads: its tokens are its own.
+        # The weight is whole but applied to this rank's heads, so that no other rank sees these rows.
         return SummedPart(), SummedPart()
     by_rows = SummedPart(shard.rows, shard.share)
     by_columns = SummedPart(None if shard.columns is None else (shard.columns,), shard.share)

@@ -1,4 +1,4 @@
-"""What happens when a DeepSpeed engine takes one of our optimizers."""
+"""These functions connect a DeepSpeed engine with one of our optimizers."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from rankwise.step.reports import print_on_first_rank
 __all__ = ["attach", "backward", "detach", "prepare"]
 
 _HOOKS = "_rankwise_hooks"
-"""Attribute of an engine with what is to be removed when it is destroyed."""
+"""Attribute of an engine with the hooks to remove when it is destroyed."""
 
 
 def prepare(engine: DeepSpeedEngine, client_optimizer: Any) -> None:
     """Attach names, roles and logical shapes to the model's parameters before the optimizer is built.
 
     Args:
-        engine: The engine, its model wrapped.
-        client_optimizer: What the user passed to ``deepspeed.initialize``; an instance of ours, built before anything
-            was known of the parameters but their shapes, learns it now.
+        engine: The engine, whose model is wrapped already.
+        client_optimizer: What the user passed to ``deepspeed.initialize``; an instance of ours, which was built when
+            parameters had nothing but shapes, learns their names and roles now.
     """
     if auto_tp.is_cut(engine):
         auto_tp.recall(engine.module)
@@ -51,11 +51,11 @@ def attach(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
     """Tell the optimizer how this engine stores its parameters, and MKOR what to capture.
 
     Args:
-        engine: The engine, its wrapper built.
-        optimizer: ``engine.basic_optimizer``.
+        engine: The engine, whose wrapper is built.
+        optimizer: The engine's ``basic_optimizer``.
 
     Raises:
-        LayoutError: The engine uses a wrapper this version does not know.
+        LayoutError: The engine uses a wrapper that this version does not know.
         OptionError: The optimizer has nothing to update.
     """
     refuse_settings(engine, optimizer.spec.name)
@@ -65,11 +65,11 @@ def attach(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
     layout = layout_of(engine, optimizer)
     optimizer.attach(layout)
     report_health(engine, optimizer)
-    # Not log_dist: DeepSpeed's logger begins at warnings.
+    # DeepSpeed's log_dist would show nothing, as its logger begins at warnings.
     optimizer.reports.announce = print_on_first_rank
     hooks: list[Any] = [StateAccess(engine, optimizer, layout)]
     if optimizer.needs_capture:
-        # A pipeline's stages run several micro-batches at once: none is the last.
+        # A pipeline's stages run several micro-batches at once, so that none can be called the last.
         last = None if is_pipeline(engine) else engine.is_gradient_accumulation_boundary
         optimizer.capture(
             engine.module,
@@ -96,14 +96,14 @@ def _refuse_unmatched(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> N
 
 
 def backward(original: Callable[..., Any], engine: DeepSpeedEngine, loss: Tensor, *args: Any, **options: Any) -> Any:
-    """DeepSpeed's ``backward``, which also tells MKOR-H the loss.
+    """Run DeepSpeed's ``backward``, and report the loss to MKOR-H.
 
     Args:
         original: DeepSpeed's method.
         engine: The engine.
-        loss: As for DeepSpeed, like the rest.
+        loss: Loss that DeepSpeed gets.
         args: ``retain_graph`` and ``scale_wrt_gas``.
-        options: Further arguments by name.
+        options: Further arguments of DeepSpeed's method, by name.
     """
     losses = next((hook for hook in getattr(engine, _HOOKS, ()) if isinstance(hook, BackwardLosses)), None)
     if losses is None:
@@ -113,13 +113,13 @@ def backward(original: Callable[..., Any], engine: DeepSpeedEngine, loss: Tensor
 
 
 def detach(engine: DeepSpeedEngine) -> None:
-    """Take everything off the model that :func:`attach` put there; it may be trained on by others."""
+    """Take everything off the model that :func:`attach` put there, because others may train it on."""
     for hook in engine.__dict__.pop(_HOOKS, ()):
         hook.remove()
 
 
 class _Captured:
-    """An optimizer's hooks on the model."""
+    """An optimizer's hooks on the model, which can be removed."""
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self._optimizer = optimizer

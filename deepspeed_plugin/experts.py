@@ -1,4 +1,4 @@
-"""Expert layers: which ones can be trained, and what is to be known of their weights."""
+"""These functions say which expert layers can be trained, and give their weights a role."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def are_native(model: nn.Module) -> bool:
 
 
 def are_cut_alike(engine: DeepSpeedEngine) -> bool:
-    """Whether every ``step()`` call works on weights of one group of ranks, as under ZeRO-1 and 2."""
+    """Whether all weights of a ``step()`` call are cut over one group of ranks, as under ZeRO-1 and 2."""
     return isinstance(engine.optimizer, DeepSpeedZeroOptimizer)
 
 

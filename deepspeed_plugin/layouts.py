@@ -1,7 +1,7 @@
-"""Where each engine wrapper keeps each parameter: its flat buffers and groups are read here and nowhere else.
+"""Layouts say where each engine wrapper keeps each parameter; only this module reads flat buffers and groups.
 
-ZeRO hands the inner optimizer flat fp32 partitions, and nothing of them is replaced: the position of every parameter
-is read off the wrapper once, at the first step on each flat tensor, and compared there with the model's weights.
+ZeRO hands the inner optimizer flat fp32 partitions, which stay as they are. At the first step on each flat tensor the
+position of every parameter is read off the wrapper once, and its values are compared with the model's weights.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ GroupedShapes = list[list[tuple[str, tuple[int, ...]]]]
 
 
 def logical_shape(parameter: Tensor) -> Sequence[int]:
-    """Shape before ZeRO-3 replaced the parameter by a placeholder."""
+    """Return the shape of a parameter before ZeRO-3 replaced it by a placeholder."""
     shape: Sequence[int] = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 
 
 def layout_of(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> DeepSpeedLayout:
-    """The layout of the wrapper the engine chose.
+    """Return the layout of the wrapper that the engine chose.
 
     Raises:
         LayoutError: The wrapper, or an attribute of it, is unknown.
@@ -62,7 +62,7 @@ def layout_of(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> DeepSpeed
 
 
 def _exchange_group(engine: DeepSpeedEngine, group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group, or its twin for CPU tensors where offload keeps the partitions on the host."""
+    """Return the group, or its twin for CPU tensors where offload keeps the partitions on the host."""
     return host_group(group) if engine.zero_cpu_offload() else group
 
 
@@ -71,7 +71,7 @@ class DeepSpeedLayout(LayoutSource):
 
     Args:
         engine: The engine.
-        optimizer: Its basic optimizer, whose constructor saw the model's own parameters.
+        optimizer: The engine's basic optimizer, whose constructor saw the model's own parameters.
     """
 
     def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
@@ -87,17 +87,17 @@ class DeepSpeedLayout(LayoutSource):
             self.tensor_parallel = auto_tp.tensor_parallel(holders)
         self.group: dist.ProcessGroup | None = _exchange_group(engine, holders)
         self._twins: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-        # The wrappers hand over gradients of partitions, and drop or clear them after the step; but for the buffers of
-        # offload, where a parameter without a gradient has what it had before.
+        # Wrappers drop or clear the gradients of partitions after the step, except in the buffers of offload, where a
+        # parameter without a gradient goes on showing its last one.
         self.spends_gradients = not engine.zero_cpu_offload()
 
     @abstractmethod
     def contents(self, tensor: Tensor) -> TensorContents:
-        """See :class:`rankwise.layout.layout_source.LayoutSource`."""
+        """Return what a tensor of the param groups stores."""
 
     @abstractmethod
     def units(self) -> list[list[tuple[Tensor, int]]]:
-        """The tensors each ``step()`` call will find in the param groups, and the position of their group there."""
+        """Return, for each ``step()`` call, the tensors in the param groups, and the positions of their groups."""
 
     def refuse_other_attributes(self) -> None:
         """Refuse a wrapper without the attributes that say which tensors it steps.
@@ -115,14 +115,14 @@ class DeepSpeedLayout(LayoutSource):
             ) from error
 
     def order(self) -> GroupedShapes | None:
-        """Names and shapes by group where each tensor of the param groups is a whole parameter; else None."""
+        """Return names and shapes by group if each tensor of the param groups is a whole parameter, else None."""
         return None
 
     def _order_of(self, groups: Iterable[Iterable[Tensor]]) -> GroupedShapes:
         return [[(self._name(parameter), tuple(parameter.shape)) for parameter in group] for group in groups]
 
     def tensor_of(self, parameter: Tensor) -> Tensor | None:
-        """The tensor of the param groups that stores a parameter of the model, on this rank or on another."""
+        """Return the tensor of the param groups that stores a parameter of the model, or would if this rank held it."""
         raise NotImplementedError(f"{type(self).__name__} keeps no partitions")
 
     def publish_weights(self) -> None:
@@ -130,18 +130,18 @@ class DeepSpeedLayout(LayoutSource):
         self._engine.optimizer.update_lp_params()
 
     def note_set(self, parameter: Tensor) -> None:
-        """Know that a user has set the optimizer's copy of a weight, which the model's will follow at the next step."""
+        """Note that a user has set the optimizer's copy of a weight, which the model follows at the next step only."""
         self._set.add(self._name(parameter))
 
     def slices(self, parameter: Tensor, start: int, end: int, offset: int, copy: int = 0) -> list[Slice]:
-        """A run of what this rank's data-parallel ranks hold of a parameter, flattened.
+        """Return a run of what this rank's data-parallel ranks hold of a parameter, in terms of the whole one.
 
         Args:
             parameter: Parameter of the model.
-            start: First element.
-            end: One past the last.
-            offset: Where the first one is stored.
-            copy: Which of the data-parallel copies it belongs to.
+            start: First element of the run.
+            end: Element behind the run's last one.
+            offset: Where the first element is stored.
+            copy: Number of the data-parallel copy that the run belongs to.
         """
         name, shard = self._name(parameter), self._shards.get(id(parameter))
         if shard is None:
@@ -149,35 +149,35 @@ class DeepSpeedLayout(LayoutSource):
         return shard.slices(name, start, end, offset, copy)
 
     def local(self, parameter: Tensor, position: int) -> int:
-        """Where an element of a slice lies in what these ranks hold of the parameter, flattened."""
+        """Return where an element of a slice lies in what these ranks hold of the parameter, flattened."""
         shard = self._shards.get(id(parameter))
         return position if shard is None else shard.local(position)
 
     def averaged_over(self) -> float | None:
-        """See the base class: tensor-parallel ranks have parts, or copies, of one gradient."""
+        """Return the number of data-parallel ranks if AutoTP divides weights: its ranks share one gradient."""
         return float(dist.get_world_size(self._data)) if self._shards else None
 
     @property
     def linear_views(self) -> Describe:
-        """What modules show MKOR of their layers."""
+        """Return the function that describes modules to MKOR."""
         return auto_tp.linear_views(self._shards) if self._shards else describe_linear
 
     @cached_property
     def _places(self) -> dict[int, tuple[int, int]]:
-        """Group of every parameter, and its position there, as the wrapper numbers them."""
+        """Group of every parameter, and its position there, in the wrapper's numbers."""
         return {id(p): (i, j) for i, group in enumerate(self._grouped()) for j, p in enumerate(group)}
 
     def _grouped(self) -> Sequence[Sequence[Tensor]]:
-        """The model's parameters, by group of the wrapper."""
+        """Return the model's parameters by group of the wrapper."""
         return []
 
     def loss_scale(self) -> float:
-        """What the present gradients were multiplied by during backward."""
+        """Return what the present gradients were multiplied by in the backward pass."""
         wrapper = self._engine.optimizer
         return self._mean_share() * float(getattr(wrapper, "cur_scale", getattr(wrapper, "loss_scale", 1.0)))
 
     def _mean_share(self) -> float:
-        """DeepSpeed divides gradients by the ranks that do not share a sequence, or (``sum``) not at all."""
+        """Return the factor for DeepSpeed's mean over ranks that do not share a sequence, or for its ``sum``."""
         mean = getattr(self._engine, "gradient_average", True)
         return 1.0 / float(self._engine.sequence_parallel_size if mean else dist.get_world_size(self._data))
 
@@ -201,11 +201,11 @@ class DeepSpeedLayout(LayoutSource):
         )
 
     def _verify(self, name: str, full_precision: Tensor, model_weight: Tensor) -> None:
-        """The optimizer's copy and the model's weight must be the same numbers, or the layout was misread."""
+        """Refuse a layout by which the optimizer's copy and the model's weight have different values."""
         if name in self._set:
             return
         expected = full_precision.detach().to(device=model_weight.device, dtype=model_weight.dtype)
-        # A NaN is not equal to itself, and no sign of a misread layout.
+        # A NaN differs from itself, but is no sign of a misread layout.
         if not torch.equal(expected, model_weight) and not torch.allclose(
             expected, model_weight, rtol=0.0, atol=0.0, equal_nan=True
         ):
@@ -218,7 +218,7 @@ class DeepSpeedLayout(LayoutSource):
 
 
 class _Copies(DeepSpeedLayout):
-    """Stage 0: every data-parallel rank has all that any of them has, and one of them saves it."""
+    """Layout of stage 0, where data-parallel ranks have equal copies, and one of them saves its copy."""
 
     def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
         super().__init__(engine, optimizer)
@@ -230,11 +230,11 @@ class _Copies(DeepSpeedLayout):
 
 
 class _Unwrapped(_Copies):
-    """Stage 0 in fp32: the module's own parameters, alike on every rank."""
+    """Layout of stage 0 in fp32, where the tensors are the module's own parameters."""
 
     def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
         super().__init__(engine, optimizer)
-        self.spends_gradients = False  # they are the model's own
+        self.spends_gradients = False  # gradients are the model's own
         self._group_of = {
             id(parameter): index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]
         }
@@ -250,7 +250,7 @@ class _Unwrapped(_Copies):
         return self._order_of(group["params"] for group in self._engine.optimizer.param_groups)
 
     def publish_weights(self) -> None:
-        pass  # they are the model's own
+        pass  # the weights are the model's own
 
     def contents(self, tensor: Tensor) -> TensorContents:
         slices = self.slices(tensor, 0, tensor.numel(), 0, self._copy())
@@ -258,7 +258,7 @@ class _Unwrapped(_Copies):
 
 
 class _Unfused(_Copies):
-    """Stage 0 in fp16 or bf16: whole fp32 clones, alike on every rank."""
+    """Layout of stage 0 in fp16 or bf16, where the tensors are whole fp32 clones."""
 
     def units(self) -> list[list[tuple[Tensor, int]]]:
         clones = self._engine.optimizer.fp32_groups
@@ -284,11 +284,11 @@ class _Unfused(_Copies):
 
 
 class _FlatPartition(DeepSpeedLayout):
-    """One flat partition per param group: equal cuts of a buffer whose views the model's weights are."""
+    """Layout with a flat partition per param group, an equal cut of a buffer whose views are the model's weights."""
 
     @abstractmethod
     def _partitions(self) -> Sequence[tuple[Tensor, Sequence[Tensor]]]:
-        """The flat tensor of each param group, and the group's parameters."""
+        """Return the flat tensor of each param group, and the group's parameters."""
 
     def _group(self, tensor: Tensor) -> tuple[int, Sequence[Tensor]]:
         index = self._position(tensor, (flat for flat, _ in self._partitions()))
@@ -306,7 +306,7 @@ class _FlatPartition(DeepSpeedLayout):
         first = size * dist.get_rank(self._engine.optimizer.real_dp_process_group[index])
         slices = []
         for parameter in parameters:
-            # The weight is a view of the flat buffer, so its storage offset is its position, whatever reordering
+            # The weight is a view of the flat buffer, so that its storage offset is its position, whatever reordering
             # (round_robin_gradients) or alignment padding the wrapper applied.
             position = int(parameter.data.storage_offset())
             start, end = max(position, first), min(position + parameter.numel(), first + size)
@@ -319,7 +319,7 @@ class _FlatPartition(DeepSpeedLayout):
         return TensorContents(index, tuple(slices))
 
     def ranks_apart(self, tensor: Tensor) -> dist.ProcessGroup | None:
-        """The ranks among which a group of experts is cut; None for the data-parallel ranks."""
+        """Return the ranks over which a group of experts is cut; None for the data-parallel ranks."""
         index, _ = self._group(tensor)
         group: dist.ProcessGroup = self._engine.optimizer.real_dp_process_group[index]
         if not self._engine.has_moe_layers or group is self._engine.seq_data_parallel_group:
@@ -352,11 +352,11 @@ class _ZeroOneTwo(_FlatPartition):
             return None
         index, _ = self._places[id(parameter)]
         if wrapper.cpu_offload:
-            # The first backward pass of a step that is also the last one accumulates nothing.
+            # If a step has a single backward pass, nothing is accumulated.
             return wrapper.get_param_id(parameter) in wrapper._offload_accumulated_param_ids
         if wrapper.all_grad_tensors.get(index) is not None:
             return True
-        # What it gathers for the step is added to only if that is one buffer.
+        # The next pass adds to what was gathered for the step only if that is one buffer.
         gathered = wrapper.averaged_gradients.get(index)
         return gathered is not None and wrapper._use_compact_grad_partition_buffer(index)
 
@@ -384,14 +384,14 @@ class _Bf16(_FlatPartition):
 
 
 class _ZeroThree(DeepSpeedLayout):
-    """Flat sub-groups; every parameter is cut over all ranks into equal pieces, the last ones padded."""
+    """Layout of ZeRO-3: flat sub-groups of parameters that are cut into equal pieces, the last ones padded."""
 
     def _mean_share(self) -> float:
-        # Its reduce-scatter divides by the number of ranks.
+        # The wrapper's reduce-scatter divides by the number of ranks.
         return 1.0 if self._engine.optimizer.reduce_scatter else super()._mean_share()
 
     def keeps_gradient(self, parameter: Tensor) -> bool | None:
-        # The first backward pass after a step, or after zero_grad(), overwrites its buffers.
+        # The first backward pass after a step, or after zero_grad(), overwrites the buffers.
         return bool(self._engine.optimizer.micro_step_id > 0)
 
     def units(self) -> list[list[tuple[Tensor, int]]]:
@@ -429,7 +429,7 @@ class _ZeroThree(DeepSpeedLayout):
                 self._verify(self._name(parameter), tensor.detach()[offset : offset + end - start], weight)
             if dist.get_world_size(parameter.ds_process_group) == dist.get_world_size(self._data):
                 slices += self.slices(parameter, start, end, offset)
-            else:  # what AutoTP leaves whole stays as zero.Init has partitioned it: over tensor-parallel ranks, too
+            else:  # AutoTP leaves it whole, and zero.Init has partitioned it over tensor-parallel ranks, too
                 slices.append(Slice(self._name(parameter), start, end, offset))
         return TensorContents(wrapper.sub_group_to_group_id[sub_group], tuple(slices))
 

@@ -1,4 +1,4 @@
-"""MKOR-H's losses: those a backward pass is run on, wherever they were computed."""
+"""MKOR-H gets the losses that backward passes are run on, wherever they were computed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["BackwardLosses"]
 class BackwardLosses:
     """Reports the loss of every micro-batch that is trained on; forwards without a backward do not count.
 
-    What ``engine.backward`` is given is the loss. Where a loop calls ``loss.backward()`` itself, the loss is heard when
-    its gradient arrives, if it is the model's output. Losses of batches that are thrown away are forgotten.
+    The argument of ``engine.backward`` is the loss. If a loop calls ``loss.backward()`` itself, and the loss is the
+    model's output, it is reported when its gradient arrives. Losses of batches that are thrown away are forgotten.
 
     Args:
         engine: An engine without pipeline stages.
-        optimizer: Its basic optimizer.
+        optimizer: The engine's basic optimizer.
     """
 
     def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
@@ -38,14 +38,14 @@ class BackwardLosses:
 
     @contextmanager
     def given(self, loss: Tensor, scale_wrt_gas: bool = True) -> Iterator[None]:
-        """While ``engine.backward(loss, scale_wrt_gas=...)`` runs; if that fails there was no micro-batch."""
+        """Report a loss after ``engine.backward(loss, scale_wrt_gas=...)`` has run; if that fails, nothing."""
         self._switch.begin_pass()
         self._given = True
         try:
             yield
         finally:
             self._given = False
-        # Unscaled, the caller's losses add up to the mean.
+        # If DeepSpeed does not scale them, the caller's losses add up to the mean.
         share = 1 if scale_wrt_gas else self._engine.gradient_accumulation_steps()
         self._switch.record(loss.detach() * share, is_propagated=True)
 

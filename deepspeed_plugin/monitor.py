@@ -1,4 +1,4 @@
-"""The optimizer's health on DeepSpeed's monitor: TensorBoard, CSV, Weights & Biases, Comet."""
+"""DeepSpeed's monitor shows the optimizer's health in TensorBoard, CSV files, Weights & Biases or Comet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def report_health(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
 
     Args:
         engine: The engine.
-        optimizer: Its basic optimizer.
+        optimizer: The engine's basic optimizer.
     """
     if engine.monitor is None or not _configured(engine):
         return
@@ -24,7 +24,7 @@ def report_health(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
     written = {"step": 0}
 
     def after_step(*_: Any) -> None:
-        # The engine counts a step when all groups are done: what is read belongs to the steps before.
+        # The engine counts a step when all its groups are done, so that this reads the health of earlier steps.
         step = engine.global_steps
         if step == written["step"] or step % engine.steps_per_print():
             return
@@ -38,5 +38,5 @@ def report_health(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
 
 
 def _configured(engine: DeepSpeedEngine) -> bool:
-    """Whether any rank has a monitor: reading is collective, but only rank 0's monitor is enabled."""
+    """Whether a monitor is configured, on which ranks agree: reading is collective, but only rank 0's is enabled."""
     return bool(engine._config.monitor_config.enabled)

@@ -1,8 +1,8 @@
-"""``engine.offload_states()`` and ``reload_states()``: matrix states leave the device, and come back, with the others.
+"""``engine.offload_states()`` and ``reload_states()`` move matrix states off the device and back with the others.
 
 DeepSpeed moves what ``optimizer.state`` has, at stages 1 and 2; at stage 3 it refuses all optimizers but its own Adam.
-Matrix states are in a place of their own. When DeepSpeed brings states back, it puts all on the device, step counts
-too, which were on the host before; here each goes back to where it was.
+Matrix states are in a place of their own. DeepSpeed brings all states back to the device, even step counts, which were
+on the host before; here each state goes back to where it was.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rankwise.step.optimizer import ShardedOptimizer
 __all__ = ["offload_states", "reload_states"]
 
 _PLACES = "_rankwise_places"
-"""Attribute of an engine whose states are away: where each of them was."""
+"""Attribute of an engine whose states are away, with the place of each state before."""
 
 
 def offload_states(original: Callable[..., None], engine: DeepSpeedEngine, **options: Any) -> None:
-    """DeepSpeed's method, which also moves what it does not know of.
+    """Run DeepSpeed's method, and move the states that it does not know of.
 
     Args:
         original: DeepSpeed's method.
@@ -45,17 +45,17 @@ def offload_states(original: Callable[..., None], engine: DeepSpeedEngine, **opt
     offload_optimizer_states(matrices, "cpu", options.get("pin_memory", True), non_blocking)
     if not non_blocking:
         get_accelerator().synchronize()
-    # What they left on the device is free for others only now.
+    # Only this makes the memory that the states left available to others.
     get_accelerator().empty_cache()
 
 
 def reload_states(original: Callable[..., None], engine: DeepSpeedEngine, non_blocking: bool = False) -> None:
-    """DeepSpeed's method, which also brings back what :func:`offload_states` moved beyond it.
+    """Run DeepSpeed's method, and bring back what :func:`offload_states` moved beyond it.
 
     Args:
         original: DeepSpeed's method.
         engine: The engine.
-        non_blocking: Whether copies may overlap; they have ended when this returns, as DeepSpeed has it.
+        non_blocking: Whether copies may overlap; they have ended when this returns, as in DeepSpeed.
     """
     original(engine, non_blocking=non_blocking)
     optimizer, places = _ours(engine), engine.__dict__.pop(_PLACES, None)
@@ -79,13 +79,13 @@ def _are_away(engine: DeepSpeedEngine) -> bool:
 
 
 def _holders(optimizer: ShardedOptimizer) -> Iterator[tuple[Hashable, dict[str, Any]]]:
-    """States of every tensor, and of every matrix by its name."""
+    """Yield the states of every tensor, and of every matrix by its name."""
     yield from optimizer.state.items()
     yield from optimizer.matrix_states.everything().items()
 
 
 def _tensors(optimizer: ShardedOptimizer) -> Iterator[tuple[tuple[Hashable, str], dict[str, Any], Tensor]]:
-    """Each state with its place (whose it is, its name) and the dictionary that holds it."""
+    """Yield each state's place (owner and name), the dictionary that holds it, and the state."""
     for owner, holder in _holders(optimizer):
         for name, value in holder.items():
             if isinstance(value, Tensor):

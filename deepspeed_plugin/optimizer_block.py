@@ -1,4 +1,4 @@
-"""A configuration's file, and its ``"optimizer"`` block: its types, and its check before anything is built."""
+"""This module reads a configuration, and checks its ``"optimizer"`` block before anything is built."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ __all__ = [
 ]
 
 JSON_TYPES: Mapping[str, Named] = BY_SPELLING
-"""Optimizer class and preset options of each ``"type"``; the lower-case spelling works too."""
+"""Optimizer class and preset options of each ``"type"``; users may also write it in lower case."""
 
-# Values the Hugging Face integrations fill in; under bare DeepSpeed they mean the class's default.
+# Hugging Face's integrations fill in these values where they are "auto"; bare DeepSpeed takes the class's defaults.
 _AUTO_KEYS = ("lr", "betas", "eps", "weight_decay")
 _BLOCK_KEYS = ("type", "params", "legacy_fusion")
 
 
 def types_by_spelling() -> dict[str, str]:
-    """The type's own spelling by each that is accepted."""
+    """Return a type's own spelling, by each spelling that is accepted."""
     return SPELLINGS
 
 
@@ -46,10 +46,10 @@ def validate_config(config: str | Path | Mapping[str, Any]) -> None:
     """Check the ``"optimizer"`` block of a DeepSpeed configuration before anything is started.
 
     Args:
-        config: The JSON's path or its content, in whatever form DeepSpeed takes it.
+        config: Path or content of the JSON, in any form that DeepSpeed takes.
 
     Raises:
-        OptionError: The file cannot be read, the type is unknown, or one of ours has a bad key or value.
+        OptionError: The file cannot be read, the type is unknown, or a block of ours has a bad key or value.
     """
     content = read_config(config)
     check_block(content)
@@ -60,13 +60,13 @@ def validate_config(config: str | Path | Mapping[str, Any]) -> None:
 
 
 def check_block(config: Mapping[str, Any]) -> None:
-    """Check the ``"optimizer"`` block if it has one of our types, or none that could be read.
+    """Check the ``"optimizer"`` block if it has one of our types, or a misspelt key ``"type"``.
 
     Args:
         config: The whole configuration.
 
     Raises:
-        OptionError: Names the key.
+        OptionError: The block is invalid; the message names the key.
     """
     if "optimizer" not in config:
         return
@@ -93,14 +93,14 @@ def _refuse(key: str, value: Any, rule: str, fix: str) -> None:
 
 
 def _refuse_misspelt_type(block: Mapping[str, Any]) -> None:
-    """Without a type DeepSpeed builds no optimizer, and says nothing."""
+    """Refuse a misspelt ``"type"``: without a type DeepSpeed builds no optimizer, and says nothing."""
     for key, value in block.items():
         if nearest(key, ["type"]) or (isinstance(value, str) and value in types_by_spelling()):
             raise OptionError(f"optimizer has no key {shown(key)}: did you mean 'type'?")
 
 
 def _refuse_beside_params(block: Mapping[str, Any], canonical: str) -> None:
-    """DeepSpeed reads no other keys: the optimizer would run with its defaults."""
+    """Refuse keys beside ``"params"``, which DeepSpeed does not read: the optimizer would run with its defaults."""
     for key in block:
         if key in _BLOCK_KEYS:
             continue
@@ -115,8 +115,8 @@ def _refuse_beside_params(block: Mapping[str, Any], canonical: str) -> None:
 
 
 def _chosen_by_the_machine(cls: type[ShardedOptimizer]) -> list[str]:
-    """Options that are "auto" by themselves."""
-    return [key for key, known in cls.options_type.table().items() if known.default == "auto"]
+    """Return options whose default is "auto", which the optimizer resolves itself."""
+    return [key for key, declared in cls.options_type.table().items() if declared.default == "auto"]
 
 
 def resolve(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def resolve(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         options: The ``"params"``.
 
     Raises:
-        OptionError: An unknown key, a value outside its range, or one that nothing would read.
+        OptionError: A key is unknown, a value is outside its range, or nothing would read it.
     """
     canonical = types_by_spelling()[name]
     owner = f"optimizer type '{canonical}'"
@@ -150,7 +150,7 @@ def resolve(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
             f"{owner}: {key}={resolved[key]!r} is invalid under DeepSpeed: an engine runs one backward pass per step, "
             f"{reason}; leave it out"
         )
-    # What integrations fill in may stand there unread as long as it is the default.
+    # Integrations may fill in a value that nothing reads, as long as it is the default.
     written = {key: value for key, value in options.items() if key not in _AUTO_KEYS}
     check_given(written, checked.unread(), owner)
     return resolved
@@ -161,7 +161,7 @@ def _known_to_deepspeed(name: str) -> bool:
 
 
 def unknown_type(name: str) -> str:
-    """The message about a type nobody knows."""
+    """Return the message about an unknown type."""
     spellings = [*JSON_TYPES, *DEEPSPEED_OPTIMIZERS]
     near = nearest(name, spellings)
     hint = f"did you mean '{near}'?" if near else f"rankwise adds {', '.join(JSON_TYPES)}, and what {VARIABLE} names."
@@ -169,13 +169,13 @@ def unknown_type(name: str) -> str:
 
 
 def read_config(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
-    """The content of what ``deepspeed.initialize`` takes as ``config``.
+    """Return the content of what ``deepspeed.initialize`` takes as ``config``.
 
     Args:
         config: A path, the content itself, or the JSON text in URL-safe base64, as launchers pass it on.
 
     Raises:
-        OptionError: It is none of these, a key stands twice, or the JSON is broken; with the place.
+        OptionError: It is none of these, a key appears twice, or the JSON is broken; the message has the place.
     """
     if isinstance(config, Mapping):
         return config
@@ -190,10 +190,10 @@ def read_config(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _text(config: str) -> str:
     try:
-        found = Path(config).is_file()
+        is_file = Path(config).is_file()
     except OSError:  # a base64 text is too long for a file name
-        found = False
-    if found:
+        is_file = False
+    if is_file:
         return Path(config).read_text(encoding="utf-8")
     try:
         return base64.b64decode(config, altchars=b"-_", validate=True).decode("utf-8")

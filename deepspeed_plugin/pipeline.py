@@ -1,4 +1,4 @@
-"""Pipeline engines: what a stage must learn from the others for its optimizer to do what one process would."""
+"""Stages of a pipeline learn here from each other what their optimizers need to do what one process would."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def is_pipeline(engine: DeepSpeedEngine) -> bool:
 
 
 def settle_shared_weights(module: PipelineModule) -> None:
-    """Give weights that several stages hold the role of an embedding, on every one of them.
+    """Give weights that several stages hold the role of an embedding, on each of these stages.
 
     Each stage updates its own copy from the same summed gradient. MKOR's statistics are not summed, and matrix rules
     round differently in different batches, so that the copies would drift apart; an embedding takes an element-wise
     rule in every optimizer.
 
     Args:
-        module: The model, its stage built.
+        module: The model, whose stage is built.
     """
     for tie in module.tied_comms.values():
         if len(tie["ranks"]) > 1:
@@ -39,14 +39,14 @@ def settle_shared_weights(module: PipelineModule) -> None:
 
 
 def refuse_if_idle_everywhere(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
-    """Collective: a stage of vectors alone is fine as long as another stage has matrices.
+    """Refuse a pipeline of which no stage has matrices; a collective of the stages.
 
     Args:
         engine: A pipeline engine.
-        optimizer: Its basic optimizer, which was built without this check.
+        optimizer: The engine's basic optimizer, which was built without this check.
 
     Raises:
-        OptionError: No stage has anything for the optimizer's own rule.
+        OptionError: No stage has a parameter for the optimizer's own rule.
     """
     busy = torch.tensor(0.0 if optimizer.table.is_idle else 1.0, dtype=torch.float32, device=engine.device)
     dist.all_reduce(busy, dist.ReduceOp.MAX, group=engine.mpu.get_pipe_parallel_group())
@@ -59,7 +59,7 @@ class StageLosses:
 
     Args:
         engine: A pipeline engine; its module's loss function is wrapped.
-        optimizer: Its basic optimizer.
+        optimizer: The engine's basic optimizer.
     """
 
     def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
@@ -100,7 +100,7 @@ class StageLosses:
         loss = output[0] if isinstance(output, tuple | list) and output else output
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             return
-        if self._window != self._engine.global_steps:  # what is left over belongs to a step that was skipped
+        if self._window != self._engine.global_steps:  # older losses belong to a step that was skipped
             self._window = self._engine.global_steps
             self._losses.clear()
         self._losses.append(loss.detach().float().reshape(()))
@@ -115,5 +115,5 @@ class StageLosses:
             total[1] = len(self._losses)
         self._losses.clear()
         dist.all_reduce(total, group=self._engine.mpu.get_pipe_parallel_group())
-        # Without any loss this is not a number, which the detector passes over.
+        # Without any loss this is NaN, which the detector ignores.
         self._optimizer.record_loss(total[0] / total[1])

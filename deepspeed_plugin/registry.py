@@ -1,4 +1,4 @@
-"""JSON optimizer types, and the methods of DeepSpeed's engine and configuration that are wrapped to serve them."""
+"""The registry adds types to DeepSpeed's JSON, and wraps methods of its engine and configuration to serve them."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ def build(name: str, params: Any, **options: Any) -> ShardedOptimizer:
 
     Args:
         name: A key of :data:`JSON_TYPES`, or its lower-case spelling.
-        params: Parameters or param groups, as DeepSpeed hands them over.
+        params: Parameters or param groups that DeepSpeed hands over.
         options: The ``"params"`` of the block.
 
     Raises:
-        OptionError: An unknown key, a value outside its range, or a model with nothing to update.
+        OptionError: A key is unknown, a value is outside its range, or the model has nothing to update.
     """
     canonical = types_by_spelling()[name]
     with called(canonical):
@@ -91,11 +91,11 @@ def is_registered() -> bool:
 def register() -> None:
     """Make the JSON types known to DeepSpeed; a second call changes nothing.
 
-    Sets attributes on ``torch.optim`` (where DeepSpeed looks names up), appends our classes to the list of optimizers
-    that ZeRO accepts, and wraps eleven methods: one to check the optimizer block first, two to learn parameter names
-    and layouts, one to keep layers whole in ZeRO-3's sub-groups, one for its error message, one for the loss, two for
-    checkpoints, two to move states off the device, and one to leave the model as it was; and torch's locks of builds,
-    where DeepSpeed would wait for a dead process.
+    It sets attributes on ``torch.optim`` (where DeepSpeed looks names up), appends our classes to the list of
+    optimizers that ZeRO accepts, and wraps eleven methods: one to check the optimizer block first, two to learn
+    parameter names and layouts, one to keep layers whole in ZeRO-3's sub-groups, one for its error message, one for the
+    loss, two for checkpoints, two to move states off the device, and one to leave the model as it was. It also wraps
+    torch's locks of builds, where DeepSpeed would wait for a dead process.
     """
     if _originals:
         return
@@ -142,12 +142,12 @@ def unregister() -> None:
 
 
 def _is_free(name: str) -> bool:
-    found = getattr(torch.optim, name, None)
-    return found is None or getattr(found, "func", None) is build
+    present = getattr(torch.optim, name, None)
+    return present is None or getattr(present, "func", None) is build
 
 
 def _hear_of_type(spelling: str, named: Named | None) -> None:
-    """Make known to DeepSpeed what is registered later, or unknown; see :func:`rankwise.names.register`."""
+    """Add a type that :func:`rankwise.names.register` gets later to DeepSpeed's, or remove one that goes."""
     names = dict.fromkeys((spelling, spelling.lower()))
     if named is None:
         for name in names:
@@ -167,10 +167,10 @@ def _hear_of_type(spelling: str, named: Named | None) -> None:
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
-    """``deepspeed.initialize`` with the optimizer block checked first; arguments and results are DeepSpeed's own.
+    """Check the optimizer block, and run ``deepspeed.initialize``, which has the arguments and results.
 
     Raises:
-        OptionError: See :func:`validate_config`.
+        OptionError: :func:`validate_config` refuses the configuration.
     """
     register()
     given = inspect.signature(deepspeed.initialize).bind_partial(*args, **kwargs).arguments
@@ -182,24 +182,24 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
 
 
 def _initialize_params(config: DeepSpeedConfig, param_dict: Mapping[str, Any]) -> None:
-    """DeepSpeed's method, with the optimizer block checked before it is read key by key."""
+    """Check the optimizer block before DeepSpeed's method reads it key by key."""
     check_block(param_dict)
     _originals["_initialize_params"](config, param_dict)
 
 
 def _configure_tensor_parallel(engine: DeepSpeedEngine, model: nn.Module, *args: Any) -> Any:
-    """DeepSpeed's method, with the model looked at before its weights are cut."""
+    """Record the model before DeepSpeed's method cuts its weights."""
     uncut(model, logical_shape)
     return _originals["_configure_tensor_parallel"](engine, model, *args)
 
 
 def _configure_optimizer(engine: DeepSpeedEngine, client_optimizer: Any, model_parameters: Any) -> None:
-    """DeepSpeed's method, with names attached before it and the layout after it."""
+    """Attach names before DeepSpeed's method, and the layout after it."""
     if client_optimizer is None and engine.optimizer_name() in types_by_spelling():
         refuse_settings(engine, types_by_spelling()[engine.optimizer_name()])
     with checked_later(), idle_allowed() if is_pipeline(engine) else nullcontext():
         prepare(engine, client_optimizer)
-        # Some wrappers step once on zero gradients while they are built: no state may come from that.
+        # Some wrappers step once on zero gradients while they are built, which must not make states.
         with deferred_steps():
             _originals["_configure_optimizer"](engine, client_optimizer, model_parameters)
         refuse_replaced(engine)
@@ -208,7 +208,7 @@ def _configure_optimizer(engine: DeepSpeedEngine, client_optimizer: Any, model_p
 
 
 def _create_sub_groups(wrapper: DeepSpeedZeroOptimizer_Stage3, parameters: list[Tensor]) -> list[list[Tensor]]:
-    """DeepSpeed's method, which would part weights from their biases."""
+    """Run DeepSpeed's method, which would separate weights from biases, and keep layers whole."""
     return sub_groups_of(_originals["_create_fp16_sub_groups"], wrapper, parameters)
 
 
@@ -224,14 +224,14 @@ def _destroy(engine: DeepSpeedEngine) -> None:
 
 
 def _load_checkpoint(engine: DeepSpeedEngine, load_dir: str, tag: str | None = None, *args: Any, **options: Any) -> Any:
-    """DeepSpeed's method, which also moves our states to another world size or stage."""
+    """Load a checkpoint as DeepSpeed does, and move our states to another world size or stage."""
     names = ("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only")
     options.update(zip((*names, "custom_load_fn"), args, strict=False))
     return load_checkpoint(_originals["load_checkpoint"], engine, load_dir, tag, **options)
 
 
 def _save_checkpoint(engine: DeepSpeedEngine, save_dir: str, tag: str | None = None, *args: Any, **options: Any) -> Any:
-    """DeepSpeed's method, which also names the checkpoint only when every rank has written its files."""
+    """Save a checkpoint as DeepSpeed does, but name it only when every rank has written its files."""
     options.update(zip(("client_state", "save_latest", "exclude_frozen_parameters"), args, strict=False))
     return save_checkpoint(_originals["save_checkpoint"], engine, save_dir, tag, **options)
 
@@ -248,7 +248,7 @@ def _reload_states(engine: DeepSpeedEngine, non_blocking: bool = False) -> None:
 
 
 def _is_supported_optimizer(engine: DeepSpeedEngine, optimizer_name: str) -> bool:
-    """DeepSpeed's method, with a message that names the nearest type instead of a bare assertion."""
+    """Run DeepSpeed's check, and name the nearest type in place of its bare assertion."""
     if not _originals["_is_supported_optimizer"](engine, optimizer_name):
         raise OptionError(unknown_type(optimizer_name))
     return True

@@ -1,9 +1,9 @@
-"""``deepspeed.utils.safe_get_*_optimizer_state`` and ``safe_set_*``, where some parameters keep a state and others not.
+"""``deepspeed.utils.safe_get_*_optimizer_state`` and ``safe_set_*`` work here if only some parameters keep a state.
 
-DeepSpeed looks a state up by the parameter's offset in the flat partition. Ours are stored without gaps where only some
-of a partition's parameters keep them, and a rank may hold no part of a parameter: by offset one would read, and write,
-another weight's state, or a rank would raise while the others wait for it. DeepSpeed hangs on each parameter what the
-accessors call; for parameters of our optimizers that asks the optimizer.
+DeepSpeed looks a state up by the parameter's offset in the flat partition. Our states are stored without gaps if only
+some of a partition's parameters keep them, and a rank may hold no part of a parameter. By offset one would read and
+write another weight's state, or a rank would raise while others wait for it. DeepSpeed attaches to each parameter the
+functions that its accessors call; those of our optimizers' parameters ask the optimizer.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class StateAccess:
     """Serves DeepSpeed's accessors for one engine's partitioned parameters.
 
     Args:
-        engine: The engine, its wrapper built.
-        optimizer: Its basic optimizer, attached to ``layout``.
-        layout: Layout of that wrapper.
+        engine: The engine, whose wrapper is built.
+        optimizer: The engine's basic optimizer, attached to ``layout``.
+        layout: Layout of the wrapper.
     """
 
     def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer, layout: DeepSpeedLayout) -> None:
@@ -72,11 +72,11 @@ class StateAccess:
                 parameter.set_full_hp_param = functools.partial(self._set_full_or_weight, parameter)  # type: ignore[attr-defined]
 
     def serves(self, parameter: Tensor, state: str | None) -> bool:
-        """Whether a state of one of the optimizer's parameters is meant, not a weight or a frozen parameter."""
+        """Whether a call asks for a state of one of the optimizer's parameters, not for a weight or a frozen one."""
         return state is not None and id(parameter) in self._names
 
     def get_full(self, parameter: Tensor, state: str) -> Tensor | None:
-        """Collective: a state of a whole parameter, fp32; None on every rank if the parameter has none."""
+        """Return a state of a whole parameter, fp32; None on every rank if the parameter has none; a collective."""
         if self._tensor(parameter, state) is None:
             return None
         whole = torch.zeros(_numel(parameter), dtype=torch.float32, device=parameter.device)
@@ -89,7 +89,7 @@ class StateAccess:
         """Write this rank's part of a whole parameter's state.
 
         Raises:
-            ValueError: The parameter keeps no such state, or has another size; on every rank.
+            ValueError: On every rank: the parameter keeps no such state, or has another size.
         """
         self._require(parameter, state, value.numel(), _numel(parameter))
         flat = value.detach().reshape(-1)
@@ -97,23 +97,23 @@ class StateAccess:
             values.copy_(flat[start : start + values.numel()])
 
     def get_local(self, parameter: Any, state: str) -> Tensor | None:
-        """ZeRO-3: this rank's piece of a state, fp32, padded as equal pieces are; None if there is none."""
+        """Return this rank's piece of a state under ZeRO-3, fp32, padded to equal pieces; None if there is none."""
         if self._tensor(parameter, state) is None:
             return None
         pieces, size = self._pieces(parameter, state), parameter.ds_tensor.numel()
         first = size * dist.get_rank(_group(parameter))
         if len(pieces) == 1 and pieces[0][1].numel() == size:
             return pieces[0][1].to(parameter.device, torch.float32)
-        found = torch.zeros(size, dtype=torch.float32, device=parameter.device)
+        piece = torch.zeros(size, dtype=torch.float32, device=parameter.device)
         for start, values in pieces:
-            found[start - first : start - first + values.numel()] = values
-        return found
+            piece[start - first : start - first + values.numel()] = values
+        return piece
 
     def set_local(self, parameter: Any, value: Tensor, state: str) -> None:
-        """ZeRO-3: write this rank's piece of a state.
+        """Write this rank's piece of a state under ZeRO-3.
 
         Raises:
-            ValueError: As :meth:`set_full`.
+            ValueError: On every rank: the parameter keeps no such state, or its piece has another size.
         """
         size = parameter.ds_tensor.numel()
         self._require(parameter, state, value.numel(), size)
@@ -135,12 +135,12 @@ class StateAccess:
             raise ValueError(f"'{state}' of '{name}' has {wanted} elements, the value {given}; nothing was set")
 
     def _tensor(self, parameter: Tensor, state: str) -> Tensor | None:
-        """The tensor whose state is meant; None where the parameter has no such state: the same on every rank."""
+        """Return the tensor with the state; None, on every rank, if the parameter has no such state."""
         if state not in self._optimizer.kept_states(self._names[id(parameter)]):
-            known = sorted({key for name in self._names.values() for key in self._optimizer.kept_states(name)})
-            if state not in known:
+            states = sorted({key for name in self._names.values() for key in self._optimizer.kept_states(name)})
+            if state not in states:
                 raise ValueError(
-                    f"'{state}' is no element state of {self._optimizer.spec.name}; it keeps {', '.join(known)}"
+                    f"'{state}' is no element state of {self._optimizer.spec.name}; it keeps {', '.join(states)}"
                 )
             return None
         tensor = self._layout.tensor_of(parameter)
@@ -149,8 +149,8 @@ class StateAccess:
     def _pieces(self, parameter: Tensor, state: str) -> list[tuple[int, Tensor]]:
         tensor = self._tensor(parameter, state)
         assert tensor is not None
-        found = self._optimizer.stored_states(tensor, self._names[id(parameter)], state)
-        return [(self._layout.local(parameter, start), values) for start, values in found]
+        stored = self._optimizer.stored_states(tensor, self._names[id(parameter)], state)
+        return [(self._layout.local(parameter, start), values) for start, values in stored]
 
     def _get_full_or_weight(self, parameter: Tensor, optim_state_key: str | None = None) -> Tensor | None:
         if optim_state_key is not None:
@@ -165,37 +165,37 @@ class StateAccess:
             set_full_hp_param(parameter, self.without_rest(parameter, value, self.set_full))
 
     def with_rest(self, parameter: Tensor, weight: Tensor, rest_of: Callable[[Tensor, str], Tensor | None]) -> Tensor:
-        """A weight with the bits that its master in bf16 lacks.
+        """Return a weight with the bits that its master in bf16 lacks.
 
         Args:
             parameter: Parameter of the model.
-            weight: As DeepSpeed returns it.
-            rest_of: Returns as much of a state.
+            weight: Weight, or a piece of it, that DeepSpeed returns.
+            rest_of: Returns a state, or the same piece of it.
         """
         if not self._has_rest(parameter):
             return weight
-        rest = rest_of(parameter, REMAINDER)
-        assert rest is not None
-        return join(weight.to(NARROW), rest.short())
+        remainder = rest_of(parameter, REMAINDER)
+        assert remainder is not None
+        return join(weight.to(NARROW), remainder.short())
 
     def note_set(self, parameter: Tensor) -> None:
-        """Pass on that a weight is set; of parameters that are not the optimizer's there is nothing to know."""
+        """Tell the layout that a weight is set, if it is one of the optimizer's parameters."""
         if id(parameter) in self._names:
             self._layout.note_set(parameter)
 
     def without_rest(self, parameter: Tensor, value: Tensor, set_rest: Callable[[Tensor, Tensor, str], None]) -> Tensor:
-        """What DeepSpeed is to set of a weight, whose further bits are set.
+        """Set the bits of a weight that its master in bf16 lacks, and return what DeepSpeed is to set.
 
         Args:
             parameter: Parameter of the model.
-            value: Value to be set.
-            set_rest: Sets as much of a state.
+            value: Value of the weight, or of a piece of it.
+            set_rest: Sets a state, or the same piece of it.
         """
         if not self._has_rest(parameter):
             return value
-        rounded, rest = torch.empty_like(value, dtype=NARROW), torch.empty_like(value, dtype=torch.int16)
-        split(value.float(), rounded, rest)
-        set_rest(parameter, rest, REMAINDER)
+        rounded, remainder = torch.empty_like(value, dtype=NARROW), torch.empty_like(value, dtype=torch.int16)
+        split(value.float(), rounded, remainder)
+        set_rest(parameter, remainder, REMAINDER)
         return rounded.to(value.dtype)
 
     def _has_rest(self, parameter: Tensor) -> bool:
@@ -205,7 +205,7 @@ class StateAccess:
 
 
 class _StageThree:
-    """ZeRO-3's wrapper as its parameters know it: all its own, but for states of our parameters."""
+    """Stands for ZeRO-3's wrapper at its parameters, and passes on all calls but those for our states."""
 
     def __init__(self, wrapper: Any, access: StateAccess) -> None:
         self._wrapper, self._access = wrapper, access
@@ -247,6 +247,6 @@ def _numel(parameter: Any) -> int:
 
 
 def _group(parameter: Any) -> dist.ProcessGroup:
-    """The ranks among which the parameter's partition is cut."""
+    """Return the ranks over which the parameter is cut."""
     group: dist.ProcessGroup = parameter.ds_process_group if hasattr(parameter, "ds_id") else parameter._dp_group
     return group

@@ -1,4 +1,4 @@
-"""ZeRO-3's sub-groups end where no layer is cut: MKOR steps a bias together with its weight."""
+"""ZeRO-3's sub-groups end here between layers, because MKOR steps a bias together with its weight."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ SubGroups = list[list[Tensor]]
 def sub_groups_of(
     original: Callable[..., SubGroups], wrapper: DeepSpeedZeroOptimizer_Stage3, parameters: list[Tensor]
 ) -> SubGroups:
-    """DeepSpeed's ``_create_fp16_sub_groups``, with layers kept whole for an optimizer that needs it.
+    """Run DeepSpeed's ``_create_fp16_sub_groups``, and keep layers whole for an optimizer that needs it.
 
     Args:
         original: DeepSpeed's method.
         wrapper: ZeRO-3's optimizer.
         parameters: Parameters of one param group that are partitioned over the same ranks.
     """
-    found = original(wrapper, parameters)
+    sub_groups = original(wrapper, parameters)
     inner = wrapper.optimizer
     whole = isinstance(inner, ShardedOptimizer) and inner.needs_capture
-    return sub_groups_with_whole_layers(found) if whole else found
+    return sub_groups_with_whole_layers(sub_groups) if whole else sub_groups
 
 
 def sub_groups_with_whole_layers(sub_groups: SubGroups) -> SubGroups:
-    """The same parameters in the same order; a sub-group that ended between a weight and its bias ends later.
+    """Let a sub-group that ends between a weight and its bias end later; the order of parameters stays.
 
     Args:
-        sub_groups: Parameters, annotated by :func:`rankwise.routing.roles.annotate`.
+        sub_groups: Sub-groups of parameters that :func:`rankwise.routing.roles.annotate` has annotated.
     """
     parameters = [parameter for sub_group in sub_groups for parameter in sub_group]
     open_until = list(accumulate(_layer_ends(parameters), max))
@@ -50,7 +50,7 @@ def sub_groups_with_whole_layers(sub_groups: SubGroups) -> SubGroups:
 
 
 def _layer_ends(parameters: Sequence[Tensor]) -> list[int]:
-    """By parameter: the last position of its layer, weight or bias, as far as it begins there."""
+    """Return, for each parameter, the position of the last parameter of the layer that begins with it."""
     infos = [info_of(parameter, None, str(position)) for position, parameter in enumerate(parameters)]
     positions = {info.name: position for position, info in enumerate(infos)}
     ends = list(range(len(parameters)))

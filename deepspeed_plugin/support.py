@@ -1,4 +1,4 @@
-"""Combinations that cannot work are refused before the first step, with the reason and the nearest that does."""
+"""These functions refuse combinations that cannot work before the first step, with the reason and a fix."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def refuse_settings(engine: DeepSpeedEngine, name: str) -> None:
     """Refuse engine settings under which a rankwise optimizer would not do what it says, before anything is built.
 
     Args:
-        engine: The engine, its configuration read.
+        engine: The engine, whose configuration is read.
         name: The optimizer's type.
 
     Raises:
-        OptionError: Names the key, its value, the reason and the fix.
+        OptionError: A setting is refused; the message names the key, its value, the reason and the fix.
     """
     _refuse_cut_weights(engine, name)
     _refuse_half_narrow(engine, name)
@@ -78,7 +78,7 @@ def refuse_settings(engine: DeepSpeedEngine, name: str) -> None:
 
 
 def _refuse_offload(engine: DeepSpeedEngine, name: str) -> None:
-    """Refuse ways to keep states off the device that do without the optimizer."""
+    """Refuse ways to keep states off the device that bypass the optimizer."""
     offload = engine.zero_offload_optimizer()
     if offload is None:
         return
@@ -112,7 +112,7 @@ def _refuse_offload(engine: DeepSpeedEngine, name: str) -> None:
 
 
 def _refuse_half_narrow(engine: DeepSpeedEngine, name: str) -> None:
-    """Refuse narrow master weights where DeepSpeed asks for its own Adam; its assertion does not say of which key."""
+    """Refuse narrow master weights where DeepSpeed asks for its own Adam; its assertion does not name the key."""
     if not engine.bf16_master_weights_and_gradients() and not engine.fp16_master_weights_and_gradients():
         return
     if (
@@ -161,20 +161,20 @@ def _refuse_cut_weights(engine: DeepSpeedEngine, name: str) -> None:
 
 
 def _refuse_beside_autotp(engine: DeepSpeedEngine, name: str) -> None:
-    """Refuse what divides ranks or weights in a second way, which nobody describes."""
+    """Refuse whatever divides ranks or weights in a second way, which no layout describes."""
     beside = {
         "expert layers": engine.has_moe_layers,
         "a pipeline": is_pipeline(engine),
         "sequence parallelism": engine.sequence_parallel_size > 1,
         "hpZ": engine.zero_hpz_partition_size() > 1,
     }
-    found = [what for what, present in beside.items() if present]
-    if found:
+    dividing = [what for what, present in beside.items() if present]
+    if dividing:
         _refuse(
             name,
             "tensor_parallel.autotp_size",
             tensor_ranks(engine),
-            f"which ranks hold what is known of AutoTP with data parallelism alone, not with {' and '.join(found)}",
+            f"which ranks hold what is known of AutoTP with data parallelism alone, not with {' and '.join(dividing)}",
             "leave it out, or what is beside it",
         )
 
@@ -183,11 +183,11 @@ def refuse_wrapper(engine: DeepSpeedEngine, name: str) -> None:
     """Refuse a wrapper that would hand over wrong gradients.
 
     Args:
-        engine: The engine, its wrapper built.
+        engine: The engine, whose wrapper is built.
         name: The optimizer's type.
 
     Raises:
-        OptionError: As :func:`refuse_settings`.
+        OptionError: The wrapper is refused; the message names the key, its value, the reason and the fix.
     """
     wrapper = engine.optimizer
     if engine.has_moe_layers and not are_cut_alike(engine):
@@ -218,14 +218,14 @@ def refuse_wrapper(engine: DeepSpeedEngine, name: str) -> None:
 
 
 def refuse_masters(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
-    """Refuse remainders beside master weights that lack nothing.
+    """Refuse remainders beside master weights that are not in bf16, and so lack nothing.
 
     Args:
-        engine: The engine, its wrapper built.
-        optimizer: Its basic optimizer.
+        engine: The engine, whose wrapper is built.
+        optimizer: The engine's basic optimizer.
 
     Raises:
-        OptionError: As :func:`refuse_settings`.
+        OptionError: Master weights are not in bf16; the message names the key, its value, the reason and the fix.
     """
     wrapper = engine.optimizer
     masters = getattr(wrapper, "master_weights_and_grads_dtype", torch.float32)
@@ -252,14 +252,14 @@ def refuse_replaced(engine: DeepSpeedEngine) -> None:
     over the param groups, and keeps only lr and weight decay.
 
     Args:
-        engine: The engine, its optimizer chosen.
+        engine: The engine, whose optimizer is chosen.
 
     Raises:
-        OptionError: Says which optimizer was replaced by which, and how to name the type in the JSON instead.
+        OptionError: An optimizer of ours was replaced; the message says by which, and how to name it in the JSON.
     """
     if isinstance(engine.basic_optimizer, ShardedOptimizer) or engine.basic_optimizer is None:
         return
-    # torch keeps the dictionaries it is given: that one of ours has the same ones shows of what this one was made.
+    # torch keeps the dictionaries that it is given, so that an optimizer that was made of ours shares them with it.
     groups = {id(group) for group in engine.basic_optimizer.param_groups}
     for optimizer in living_optimizers():
         if any(id(group) in groups for group in optimizer.param_groups):

@@ -1,4 +1,4 @@
-"""Which part of a weight this rank holds where AutoTP has cut it: as DeepSpeed's own map of the weight says."""
+"""DeepSpeed's own map of a weight that AutoTP has cut says which part of it this rank holds."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class TensorParallelShard:
     Attributes:
         shape: Shape of the whole parameter.
         rank: This rank's place among the tensor-parallel ranks.
-        ways: Their number.
+        ways: Number of tensor-parallel ranks.
         runs: First elements and lengths of the runs of the flattened parameter, one behind the other in the shard; None
-            where every tensor-parallel rank holds the parameter whole.
-        columns: The block of columns [first, last) that is held instead, of all rows.
-        share: This rank's place among those that hold any of it, and their number; one that holds nothing comes last.
-            (Where there are fewer heads than ranks, no gradient reaches the layers of the others.)
+            where the shard has all rows.
+        columns: Block of columns [first, last) that is held of all rows; None for all columns.
+        share: This rank's place among ranks that hold the same part, and their number; a rank that holds nothing comes
+            last. (If there are fewer heads than ranks, no gradient reaches some ranks' layers.)
     """
 
     shape: tuple[int, ...]
@@ -48,38 +48,38 @@ class TensorParallelShard:
 
     @property
     def rows(self) -> tuple[tuple[int, int], ...] | None:
-        """The rows [start, end) of a matrix that are held; None for all."""
+        """The rows [start, end) of a matrix that are held; None for all rows."""
         if self.runs is None:
             return None
         width = prod(self.shape[1:])
         return tuple((start // width, (start + length) // width) for start, length in self.runs)
 
     def slices(self, name: str, start: int, end: int, offset: int, copy: int = 0) -> list[Slice]:
-        """The elements [start, end) of the flattened shard, in terms of the parameter.
+        """Return the elements [start, end) of the flattened shard in terms of the parameter.
 
         Args:
             name: Name of the parameter.
             start: First element.
-            end: One past the last.
-            offset: Where the first one is stored.
-            copy: Which of the data-parallel copies it is.
+            end: Element behind the last one.
+            offset: Where the first element is stored.
+            copy: Number of the data-parallel copy.
         """
         if self.is_whole:
             return [Slice(name, start, end, offset, None, copy * self.ways + self.rank)]
         if self.columns is not None:
             return [Slice(name, start, end, offset, self.columns, copy)]
-        found = []
+        slices = []
         for first, before, length in self._placed_runs():
             held = Interval(start, end).common(before, before + length)
             if held.length:
-                found.append(Slice(name, *held.shifted(first - before), offset + held.start - start, None, copy))
-        return found
+                slices.append(Slice(name, *held.shifted(first - before), offset + held.start - start, None, copy))
+        return slices
 
     def local(self, position: int) -> int:
-        """Where an element lies in the flattened shard.
+        """Return where an element lies in the flattened shard.
 
         Args:
-            position: As of a slice: in the flattened parameter, or in its block of columns.
+            position: Position in the flattened parameter, or in its block of columns, as slices have it.
         """
         for first, before, length in self._placed_runs():
             if first <= position < first + length:
@@ -87,7 +87,7 @@ class TensorParallelShard:
         return position
 
     def positions(self) -> Iterator[tuple[int, int, int]]:
-        """First elements of the runs in the parameter and in the shard, and their lengths; of columns row by row."""
+        """Yield first elements of runs in the parameter and in the shard, and lengths; a column block's row by row."""
         if self.columns is None:
             yield from self._placed_runs()
             return
@@ -105,14 +105,14 @@ class TensorParallelShard:
 def tensor_parallel_shard(
     name: str, parameter: Tensor, shape: Sequence[int], rank: int, ways: int
 ) -> TensorParallelShard:
-    """What a rank holds of a parameter.
+    """Return what a rank holds of a parameter.
 
     Args:
-        name: For messages.
-        parameter: As AutoTP has left it.
-        shape: Shape of the parameter before that.
+        name: Name of the parameter, for messages.
+        parameter: The parameter after AutoTP.
+        shape: Shape of the parameter before AutoTP.
         rank: This rank's place among the tensor-parallel ranks.
-        ways: Their number.
+        ways: Number of tensor-parallel ranks.
 
     Raises:
         LayoutError: DeepSpeed does not say how it is cut, or it is cut in a way that cannot be followed.
@@ -140,7 +140,7 @@ def tensor_parallel_shard(
 def _cut(
     name: str, whole: TensorParallelShard, local: tuple[int, ...], pieces: Sequence[AffinePiece]
 ) -> TensorParallelShard:
-    """The shard of pieces that one rank alone holds."""
+    """Return the shard of pieces that one rank alone holds."""
     shape, places = (whole.shape, whole.rank, whole.ways), (piece for piece in pieces if piece.numel)
     runs = sorted((run for piece in places for run in _runs(piece)), key=lambda run: run[1])
     expected = 0
@@ -166,15 +166,15 @@ def _cut(
 
 
 def _runs(piece: AffinePiece) -> Iterator[tuple[int, int, int]]:
-    """Runs that lie together in the parameter and in the shard: first elements there and here, and their lengths."""
+    """Yield runs that are contiguous in the parameter and in the shard: first elements in both, and lengths."""
     sizes = list(zip(piece.shape, piece.source_strides, piece.dest_strides, strict=True))
     length = 1
     while sizes and (sizes[-1][0] == 1 or sizes[-1][1] == sizes[-1][2] == length):
         length *= sizes.pop()[0]
     for place in product(*(range(size) for size, _, _ in sizes)):
-        there = sum(at * stride for at, (_, stride, _) in zip(place, sizes, strict=True))
+        source = sum(at * stride for at, (_, stride, _) in zip(place, sizes, strict=True))
         here = sum(at * stride for at, (_, _, stride) in zip(place, sizes, strict=True))
-        yield piece.source_offset + there, piece.dest_offset + here, length
+        yield piece.source_offset + source, piece.dest_offset + here, length
 
 
 def _refuse(name: str, local: Sequence[int], shape: Sequence[int], reason: str) -> None:

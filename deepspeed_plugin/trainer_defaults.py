@@ -1,7 +1,8 @@
-"""Hugging Face's ``"auto"`` for betas: the Trainer's value where the user gave one, the optimizer's own elsewhere.
+"""Hugging Face's ``"auto"`` for betas becomes the Trainer's value if the user gave one, else the optimizer's own.
 
 While it reads its arguments the Trainer replaces ``"auto"`` by ``[adam_beta1, adam_beta2]``, whose defaults are Adam's.
-Afterwards nobody can tell them from what a user wrote. There, too, one can see that accelerate will not read the JSON.
+Afterwards nobody can tell them from what a user wrote. At that point one can also see that accelerate will not read the
+JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _ARGUMENTS = ("adam_beta1", "adam_beta2")
 
 
 def watch() -> None:
-    """Keep a type's own betas from now on; loads nothing, as most programs never import the Trainer."""
+    """Keep a type's own betas from now on, without loading the Trainer, which most programs never import."""
     if _MODULE in sys.modules:
         _wrap(sys.modules[_MODULE])
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -85,7 +86,7 @@ def _keeping_betas(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _warn_of_cpu(config: Any) -> None:
-    """Say so where accelerate will not read the JSON: it trains without DeepSpeed, and with the Trainer's optimizer."""
+    """Warn if accelerate will not read the JSON, and trains without DeepSpeed and with the Trainer's optimizer."""
     block = config.get("optimizer")
     kind = block.get("type") if isinstance(block, dict) else None
     if kind in types_by_spelling() and os.environ.get(_CPU, "").lower() in ("1", "true", "yes", "y", "t", "on"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ == "launch":
-    # Imported from a checkout that is not installed: give the two mapped packages the names they are installed under.
+    # In a checkout that is not installed, the two mapped packages get the names that they are installed under.
     import sys
 
     import configs

@@ -1,4 +1,4 @@
-"""``rankwise convert``: a checkpoint of one framework becomes one of another."""
+"""``rankwise convert`` makes a checkpoint of one framework a checkpoint of another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PACKAGES = {"deepspeed": "deepspeed", "megatron": "megatron-core", "torch": "to
 
 
 class _Format(NamedTuple):
-    """What a framework's package does with checkpoints by name."""
+    """Functions of a framework's package for checkpoints by name."""
 
     holds: Callable[[Path], bool]
     read: Callable[[Path, Path], NamedCheckpoint]
@@ -31,7 +31,7 @@ class _Format(NamedTuple):
 
 
 def _format(form: Form) -> _Format:
-    """Imports the framework."""
+    """Import a framework's package, and return its functions."""
     if form == "deepspeed":
         from deepspeed_plugin.checkpoints import universal_by_name as universal
 
@@ -48,17 +48,17 @@ def _format(form: Form) -> _Format:
 def convert_checkpoint(
     source: str | Path, target: str | Path, to: Form, names: str | Path | None = None, like: str | Path | None = None
 ) -> str:
-    """Write a checkpoint anew in another framework's format. It is there as a whole, or not at all.
+    """Write a checkpoint in another framework's format. The new folder is complete, or does not exist.
 
     Args:
-        source: The checkpoint; its format shows.
+        source: Folder of the checkpoint, whose format is recognised.
         target: New folder.
         to: ``deepspeed``, ``megatron`` or ``torch``.
         names: JSON file of new names of parameters by old ones; ``*`` stands for anything, on both sides.
-        like: For Megatron: a checkpoint of the run that is to go on, whose form is taken.
+        like: For Megatron: a checkpoint of the run that will continue, whose form is taken.
 
     Returns:
-        What was written.
+        A text that says what was written.
 
     Raises:
         ConversionError: It cannot be converted, or not to where it is asked for.
@@ -73,7 +73,7 @@ def convert_checkpoint(
     if form == to:
         raise ConversionError(f"{source} is a checkpoint of {form!r} already; it is loaded on any ranks as it is")
     with _beside(target) as (folder, scratch), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is: this is one process
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # true of a single process
         named = _format(form).read(source, scratch)
         named.check(source)
         if names is not None:
@@ -92,11 +92,11 @@ def convert_checkpoint(
 
 
 def how_to_load(target: Path, form: Form) -> str:
-    """How a run goes on from a conversion.
+    """Return how a run continues from a conversion.
 
     Args:
-        target: The folder.
-        form: What it is.
+        target: Folder of the conversion.
+        form: Its format.
     """
     where, tag = str(target.resolve().parent), target.name
     if form == "deepspeed":
@@ -128,7 +128,7 @@ def _refuse_like(to: Form, like: str | Path | None) -> None:
 def _recognised(folder: Path) -> Form:
     if not folder.is_dir():
         raise ConversionError(f"{folder} is no folder: it must hold a checkpoint")
-    # Whether a framework is installed matters only if the checkpoint is its own.
+    # A framework must be installed only if the checkpoint has its format.
     signs: dict[Form, bool] = {
         "deepspeed": (folder / "zero").is_dir(),
         "megatron": (folder / ".metadata").is_file() and (folder / "metadata.json").is_file(),
@@ -137,12 +137,12 @@ def _recognised(folder: Path) -> Form:
     for form in get_args(Form):
         if signs[form]:
             try:
-                known = _format(form)
+                formats = _format(form)
             except ModuleNotFoundError as error:
                 raise ConversionError(
                     f"{folder} is of {form}, which is not installed: pip install {_PACKAGES[form]}"
                 ) from error
-            if known.holds(folder):
+            if formats.holds(folder):
                 return form
     raise ConversionError(f"{folder} is in none of the formats that can be converted: {_hint(folder)}")
 
@@ -160,16 +160,16 @@ def _hint(folder: Path) -> str:
 
 @contextmanager
 def _beside(target: Path) -> Iterator[tuple[Path, Path]]:
-    """An empty folder to be renamed, and one for what is read; both are gone if anything goes wrong."""
+    """Make an empty folder to be renamed, and one for what is read; both are removed if an error occurs."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    own = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    folder, scratch = own / "written", own / "read"
+    parent = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    folder, scratch = parent / "written", parent / "read"
     try:
         folder.mkdir()
         scratch.mkdir()
         yield folder, scratch
     finally:
-        shutil.rmtree(own, ignore_errors=True)
+        shutil.rmtree(parent, ignore_errors=True)
 
 
 def _under_new_names(named: NamedCheckpoint, path: Path) -> NamedCheckpoint:

@@ -1,4 +1,4 @@
-"""Text files to memory-mapped tokens: split by file, tokenize once, cache."""
+"""This module turns text files into memory-mapped tokens: it splits by file, tokenizes once, and caches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BLOCK_BYTES = 1 << 16
 """A single file is cut at line ends into documents of about this size."""
 
 CACHE_FORMAT = 1
-"""Raised whenever the cached files change meaning, so that old caches are rebuilt."""
+"""Number that is raised whenever the cached files change meaning, so that old caches are rebuilt."""
 
 _DIRECTORIES_OF_OTHERS = {"site-packages", "dist-packages", "__pycache__", "node_modules"}
 
@@ -48,7 +48,7 @@ class Document:
     end: int
 
     def read(self) -> bytes:
-        """The document's bytes."""
+        """Return the document's bytes."""
         with self.path.open("rb") as file:
             file.seek(self.start)
             return file.read(self.end - self.start)
@@ -59,10 +59,10 @@ class Tokenizer:
     """A function from text to token ids, with the numbers a model and a cache need.
 
     Attributes:
-        name: what the user asked for; part of the cache key.
-        vocab_size: number of ids, the end-of-document token included.
-        end_of_document: the id put after every document.
-        encode: UTF-8 bytes to a list or array of ids.
+        name: Name that the user asked for; part of the cache key.
+        vocab_size: Number of ids, the end-of-document token included.
+        end_of_document: Id after every document.
+        encode: Turns UTF-8 bytes into a list or array of ids.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Tokenizer:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The smallest unsigned integer type that holds every id."""
+        """Smallest unsigned integer type that holds every id."""
         return np.min_scalar_type(self.vocab_size - 1)
 
 
@@ -81,12 +81,12 @@ class Corpus:
     """Train and validation tokens, both one-dimensional and memory-mapped read-only.
 
     Attributes:
-        train: token ids of the training documents, an end-of-document token after each.
-        validation: the same for the held-out documents.
-        vocab_size: number of token ids.
-        unigram_entropy: nats per validation token under the training set's token frequencies: the loss of the best
+        train: Token ids of the training documents, with an end-of-document token after each.
+        validation: Token ids of the held-out documents, with an end-of-document token after each.
+        vocab_size: Number of token ids.
+        unigram_entropy: Nats per validation token under the training set's token frequencies: the loss of the best
             model that ignores context.
-        folder: where the cached files are, for others made from them.
+        folder: Folder of the cached files, and of files made from them.
     """
 
     train: np.ndarray[Any, Any]
@@ -97,14 +97,14 @@ class Corpus:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """A tokenizer by name.
+    """Return a tokenizer by name.
 
     Args:
         name: ``"bytes"`` for one token per byte (ids 0 to 255, 256 ends a document), otherwise the name or path of a
             Hugging Face tokenizer.
 
     Raises:
-        ValueError: if Hugging Face's transformers cannot load it.
+        ValueError: Hugging Face's transformers cannot load it.
     """
     if name == "bytes":
         return Tokenizer(name, 257, 256, lambda text: np.frombuffer(text, np.uint8))
@@ -132,23 +132,23 @@ def load_tokenizer(name: str) -> Tokenizer:
 def is_validation(name: str, fraction: float = VALIDATION_FRACTION) -> bool:
     """Whether the document of that name is held out.
 
-    It depends on the name alone, so adding files moves no other file to the other side.
+    It depends on the name alone, so that adding files moves no other file to the other side.
     """
     return _position(name) < fraction
 
 
 def find_documents(data: Path | None = None) -> list[Document]:
-    """Every text document below a path, in sorted order.
+    """Return every text document below a path, in sorted order.
 
     Args:
-        data: a text file, or a folder searched recursively for UTF-8 files (hidden ones and installed packages are
-            skipped). None means the ``.py`` files of the Python standard library on this machine.
+        data: A text file, or a folder that is searched recursively for UTF-8 files (hidden ones and installed packages
+            are skipped). None means the ``.py`` files of the Python standard library on this machine.
 
     Returns:
         Documents sorted by name; at least two.
 
     Raises:
-        ValueError: if the path does not exist or holds fewer than two documents.
+        ValueError: The path does not exist or holds fewer than two documents.
     """
     root = Path(sysconfig.get_path("stdlib")) if data is None else Path(data)
     if not root.exists():
@@ -167,16 +167,18 @@ def find_documents(data: Path | None = None) -> list[Document]:
 
 
 def load_corpus(data: Path | None, tokenizer: Tokenizer, cache: Path) -> Corpus:
-    """Tokenizes a text corpus, or maps the tokens an earlier call left in the cache.
+    """Tokenize a text corpus, or map the tokens that an earlier call left in the cache.
+
+    Several processes may call it at once.
 
     Args:
-        data: see :func:`find_documents`.
-        tokenizer: see :func:`load_tokenizer`.
-        cache: folder for the token files. Their key is the listing of the documents (names, sizes, times of change)
-            and the tokenizer, so an edited corpus is tokenized again. Safe to call from several processes at once.
+        data: Text file or folder, as for :func:`find_documents`.
+        tokenizer: Tokenizer from :func:`load_tokenizer`.
+        cache: Folder for the token files. Their key is the listing of the documents (names, sizes, times of change)
+            and the tokenizer, so that an edited corpus is tokenized again.
 
     Raises:
-        ValueError: see :func:`find_documents`.
+        ValueError: The path does not exist or holds fewer than two documents.
     """
     documents = find_documents(data)
     folder = Path(cache) / _cache_key(documents, tokenizer)
@@ -193,11 +195,11 @@ def load_corpus(data: Path | None, tokenizer: Tokenizer, cache: Path) -> Corpus:
 
 
 def unigram_entropy(train_counts: np.ndarray[Any, Any], validation_counts: np.ndarray[Any, Any]) -> float:
-    """Nats per validation token under the add-one smoothed token frequencies of the training set.
+    """Return nats per validation token under the add-one smoothed token frequencies of the training set.
 
     Args:
-        train_counts: occurrences of each token id in the training set, shape (vocab,).
-        validation_counts: the same for the validation set.
+        train_counts: Occurrences of each token id in the training set, shape (vocab,).
+        validation_counts: Occurrences of each token id in the validation set, shape (vocab,).
     """
     smoothed = train_counts.astype(np.float64) + 1.0
     log_frequency = np.log(smoothed) - np.log(smoothed.sum())
@@ -205,7 +207,7 @@ def unigram_entropy(train_counts: np.ndarray[Any, Any], validation_counts: np.nd
 
 
 def _position(name: str) -> float:
-    """A number in [0, 1) from a name, the same on every machine."""
+    """Return a number in [0, 1) for a name, equal on every machine."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2.0**64
 
 
@@ -225,7 +227,7 @@ def _is_text(path: Path) -> bool:
     try:
         head.decode("utf-8")
     except UnicodeDecodeError as error:
-        return error.start > len(head) - 4 and len(head) == 4096  # a character cut by the end of the sample
+        return error.start > len(head) - 4 and len(head) == 4096  # the end of the sample has cut a character
     return True
 
 
@@ -255,7 +257,7 @@ def _split(documents: list[Document]) -> tuple[list[Document], list[Document]]:
 
 
 def _build(documents: list[Document], tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the token files of a corpus beside their final place, then moves them there in one step."""
+    """Write the token files of a corpus beside their final place, then move them there in one step."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
     try:
@@ -279,7 +281,7 @@ def _build(documents: list[Document], tokenizer: Tokenizer, folder: Path) -> Non
 
 
 def _write_tokens(documents: list[Document], tokenizer: Tokenizer, path: Path) -> np.ndarray[Any, Any]:
-    """Writes the documents' tokens and returns how often each id occurs."""
+    """Write the documents' tokens, and return how often each id occurs."""
     counts = np.zeros(tokenizer.vocab_size, np.int64)
     with path.open("wb") as file:
         for document in documents:

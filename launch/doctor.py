@@ -1,4 +1,4 @@
-"""Everything ``rankwise doctor`` looks at, in order."""
+"""``rankwise doctor`` looks at these things, in this order."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _RANKS = 2
 
 
 def examine(self_test: bool = True, timeout: float = 300.0) -> Iterator[Finding]:
-    """Look at this environment; changes nothing but the cache of compiled kernels.
+    """Look at this environment, and change nothing but the cache of compiled kernels.
 
     Args:
         self_test: Whether to run two ranks, too.
-        timeout: Seconds after which these have failed.
+        timeout: Seconds after which the two ranks count as failed.
     """
     looks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("packages", look_at_packages),
@@ -44,26 +44,26 @@ def examine(self_test: bool = True, timeout: float = 300.0) -> Iterator[Finding]
     for topic, look in looks:
         try:
             with _quiet():
-                found = list(look())
-        except Exception as error:  # one look that fails must not hide the others
-            found = [Finding(topic, "look", f"{type(error).__name__}: {error}", "fail", "report this")]
-        yield from found
+                findings = list(look())
+        except Exception as error:  # a check that fails must not hide the others
+            findings = [Finding(topic, "look", f"{type(error).__name__}: {error}", "fail", "report this")]
+        yield from findings
     if self_test:
         yield run_self_test(timeout)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Frameworks speak while they are imported; the answer is what is printed."""
+    """Hide what frameworks print while they are imported, so that only the answer is printed."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
 
 
 def run_self_test(timeout: float) -> Finding:
-    """Two ranks on the CPU against recorded trajectories.
+    """Compare two ranks on the CPU with recorded trajectories.
 
     Args:
-        timeout: Seconds.
+        timeout: Seconds that the ranks may take.
     """
     begin = time.monotonic()
     name = f"{_RANKS} ranks against recorded trajectories"
@@ -94,13 +94,13 @@ def run_self_test(timeout: float) -> Finding:
 
 def _end_of(said: bytes) -> str:
     lines = [line for line in said.decode(errors="replace").splitlines() if line.strip()]
-    # What started the ranks ends with an error, too, which says no more than that a rank has failed.
+    # The launcher ends with an error, too, which says only that a rank has failed.
     errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
     signals = [line.strip() for line in lines if " (SIG" in line and "SIGTERM" not in line]
     return (errors or signals or lines or [f"{sys.executable} -m torch.distributed.run said nothing"])[-1][-500:]
 
 
 def as_json(findings: list[Finding]) -> dict[str, Any]:
-    """The findings, and whether any is a failure, for programs."""
+    """Return the findings, and whether any is a failure, for programs."""
     failed = any(finding.status == "fail" for finding in findings)
     return {"healthy": not failed, "findings": [asdict(finding) for finding in findings]}

@@ -1,4 +1,4 @@
-"""Pictures, where matplotlib is installed."""
+"""Pictures need matplotlib, which may not be installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HOW_TO_DRAW = 'pictures need matplotlib: pip install "rankwise[plots]"'
 
 
 def pyplot_if_installed() -> ModuleType | None:
-    """Matplotlib's pyplot, which needs no display then; None without matplotlib."""
+    """Return matplotlib's pyplot, set up to need no display; None without matplotlib."""
     try:
         import matplotlib
     except ImportError:

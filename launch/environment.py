@@ -1,4 +1,4 @@
-"""What DeepSpeed expects of the machine: variables of the ranks' processes, and a way round a missing compiler."""
+"""DeepSpeed expects variables of the ranks' processes, and a compiler, which this module works around."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = ["available_cores", "leave_groups", "missing_build_tools", "prepare_sh
 
 
 def available_cores() -> int:
-    """CPU cores this process may use."""
+    """Return how many CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def rank_environment(ranks: int, cpu: bool, base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Environment of the processes that run the ranks. What the caller has already set stays.
+    """Return the environment of the processes that run the ranks. Variables that are set already stay.
 
     Args:
-        ranks: processes on this machine; they share its cores.
-        cpu: train on the CPU even where there are GPUs.
-        base: environment to start from; this process's own by default.
+        ranks: Number of processes on this machine, which share its cores.
+        cpu: Whether to train on the CPU even if there are GPUs.
+        base: Environment to start from; this process's own by default.
     """
     environment = dict(os.environ if base is None else base)
-    # ninja, which DeepSpeed calls to build its CPU collectives, sits beside the interpreter in a virtual environment.
+    # ninja, which DeepSpeed calls to build its CPU collectives, is beside the interpreter in a virtual environment.
     scripts = str(Path(sys.executable).parent)
     environment["PATH"] = os.pathsep.join([scripts, environment.get("PATH", os.defpath)])
     environment.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // ranks)))
@@ -39,17 +39,17 @@ def rank_environment(ranks: int, cpu: bool, base: Mapping[str, str] | None = Non
         environment["DS_ACCELERATOR"] = "cpu"
         environment["CUDA_VISIBLE_DEVICES"] = ""
     package = importlib.import_module("rankwise.launch")
-    if package.__name__ == "launch":  # a checkout that is not installed: the ranks must find it too
+    if package.__name__ == "launch":  # ranks must also find a checkout that is not installed
         checkout = str(Path(package.__path__[0]).resolve().parent)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), checkout]))
     return environment
 
 
 def leave_groups() -> None:
-    """Destroys all process groups, and waits for their threads.
+    """Destroy all process groups, and wait for their threads.
 
-    What refers to a group keeps its threads, and gloo's abort the process if they free a tensor while the interpreter
-    ends. So drop optimizers and engines first; cycles are collected here.
+    Objects that refer to a group keep its threads, and gloo's threads abort the process if they free a tensor while the
+    interpreter ends. So drop optimizers and engines first; cycles are collected here.
     """
     import torch.distributed as dist
 
@@ -59,21 +59,21 @@ def leave_groups() -> None:
 
 
 def missing_build_tools() -> list[str]:
-    """What a just-in-time build of a C++ extension needs and this machine lacks."""
+    """Return what a just-in-time build of a C++ extension needs and this machine lacks."""
     missing = [tool for tool in (os.environ.get("CXX", "c++"), "g++", "ninja") if shutil.which(tool) is None]
     header = Path(sysconfig.get_path("include")) / "Python.h"
     return missing if header.exists() else [*missing, str(header)]
 
 
 def prepare_shm_build() -> list[str]:
-    """Keeps DeepSpeed from failing, or waiting for ever, over its shared-memory collectives.
+    """Keep DeepSpeed from failing, or waiting for ever, over its shared-memory collectives.
 
     DeepSpeed builds them on every CPU machine at start-up. They only serve inference; training runs over gloo alone. So
-    they are left out where they cannot be compiled. A lock that a killed job has left there, or at another extension,
-    is removed when it is met, and every wait says what it waits for.
+    they are left out if they cannot be compiled. A lock that a killed job has left there, or at another extension, is
+    removed when a build meets it, and every wait says what it waits for.
 
     Returns:
-        What is missing; empty if the build can go ahead or is not needed.
+        The missing tools; empty if the build can begin or is not needed.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -83,6 +83,6 @@ def prepare_shm_build() -> list[str]:
     missing = missing_build_tools()
     if missing:
         importlib.import_module("deepspeed.comm")
-        # Importing deepspeed.comm.torch by name yields torch itself, which that module re-exports.
+        # Importing deepspeed.comm.torch by name would return torch itself, which that module re-exports.
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     return missing

@@ -1,4 +1,4 @@
-"""How the command ends: what its exit codes mean, and nothing that looks like a crash where there was none."""
+"""This module defines the command's exit codes, and lets it end without what would look like a crash."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class OrderlyGroup(TyperGroup):
     """The commands, each of which ends with one of :data:`EXIT_CODES`."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """See the base class; signals and a closed stdout end it without a traceback, so does a full disk."""
-        if "RANK" in os.environ:  # a script of the user may run in this process: it ends as under python
+        """Run a command, which signals, a closed stdout and a full disk end without a traceback."""
+        if "RANK" in os.environ:  # a script of the user may run in this process, and must end as under python
             return super().main(*args, **extra)
         _open_closed_streams()
         with _ended_by_signals():
@@ -49,14 +49,14 @@ class OrderlyGroup(TyperGroup):
         try:
             return super().main(*args, **extra)
         except SystemExit as end:
-            # Typer ends with 1 then.
+            # Typer ends with 1 after a closed pipe.
             if isinstance(end.__context__, BrokenPipeError):
                 raise end.__context__ from None
             return end.code
 
 
 def _open_closed_streams() -> None:
-    """In place of streams that were closed (``>&-``) opens /dev/null, so that no file gets their numbers."""
+    """Open /dev/null in place of streams that were closed (``>&-``), so that no file gets their numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             try:
@@ -67,7 +67,7 @@ def _open_closed_streams() -> None:
 
 
 def _drop_unwritten() -> None:
-    """What could not be written to stdout is not tried again as Python ends."""
+    """Drop what could not be written to stdout, so that Python does not try again as it ends."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -76,19 +76,19 @@ def _drop_unwritten() -> None:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """The first signal ends what runs, through all ``finally``; further ones must not cut that short."""
+    """Let the first signal end what runs, through all ``finally``; further ones are ignored, and cut nothing short."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)
+        for sig in before:
+            signal.signal(sig, signal.SIG_IGN)
         raise SystemExit(_BY_SIGNAL + number)
 
-    # What is ignored, as by nohup, stays so.
-    before = {each: signal.getsignal(each) for each in _STOPPING if signal.getsignal(each) is not signal.SIG_IGN}
-    for each in before:
-        signal.signal(each, stop)
+    # Signals that are ignored, as by nohup, stay so.
+    before = {sig: signal.getsignal(sig) for sig in _STOPPING if signal.getsignal(sig) is not signal.SIG_IGN}
+    for sig in before:
+        signal.signal(sig, stop)
     try:
         yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for sig, handler in before.items():
+            signal.signal(sig, handler)

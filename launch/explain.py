@@ -32,14 +32,14 @@ _MEBIBYTE = 1 << 20
 
 
 class ExplainedParameter(NamedTuple):
-    """What becomes of a parameter of a model.
+    """The route of a parameter of a model.
 
     Attributes:
-        parameter: Its name.
-        shape: As in the model.
+        parameter: Name of the parameter.
+        shape: Shape in the model.
         rule: Rule that steps it.
-        why: What decided so.
-        state_bytes: State bytes of all its states on one rank.
+        why: Reason for the rule.
+        state_bytes: Bytes of all its states on one rank.
     """
 
     parameter: str
@@ -55,7 +55,7 @@ class ExplainedOwner(NamedTuple):
     Attributes:
         matrix: Its name: the parameter's, with the block or slice of it.
         owner: Rank that updates it and has its states.
-        why: What decided so.
+        why: Reason for the owner.
         kept_by: Ranks that keep states in the owner's place between steps, by state.
     """
 
@@ -66,7 +66,7 @@ class ExplainedOwner(NamedTuple):
 
 
 def explained(asked: Asked) -> list[ExplainedParameter]:
-    """A row per parameter, as one rank would hold it; no weight is made.
+    """Return a row per parameter, as one rank would hold it; no weight is made.
 
     Args:
         asked: Optimizer and model; under Megatron all stages are shown, whole.
@@ -80,7 +80,7 @@ def explained(asked: Asked) -> list[ExplainedParameter]:
     else:
         assert asked.model is not None
         optimizer = built(asked.picked, asked.model)
-    # One for each parameter, whether its rule takes it as one matrix or as several.
+    # Each parameter has one row, whether its rule takes it as one matrix or as several.
     rows = {optimizer.table.base_name(row.name): row for row in optimizer.explain()}
     states, shapes = _state_bytes(optimizer), optimizer.table.parameters
     return [
@@ -90,7 +90,7 @@ def explained(asked: Asked) -> list[ExplainedParameter]:
 
 
 def explain_table(rows: list[ExplainedParameter], optimizer: str) -> Table:
-    """The rows of an optimizer for the terminal."""
+    """Return the rows of an optimizer as a table for the terminal."""
     table = Table(title=f"{optimizer}, one rank")
     table.add_column("parameter", overflow="fold")
     for heading in ("shape", "rule", "why"):
@@ -106,7 +106,7 @@ def explain_table(rows: list[ExplainedParameter], optimizer: str) -> Table:
 
 
 def explained_owners(asked: Asked) -> list[ExplainedOwner]:
-    """A row per matrix, by name and number, as the ranks of ``asked`` plan it before their first step.
+    """Return a row per matrix, by name and number, as the ranks of ``asked`` plan it before their first step.
 
     Raises:
         ValueError: The ranks cannot share the model.
@@ -123,21 +123,21 @@ def explained_owners(asked: Asked) -> list[ExplainedOwner]:
 
 
 def why_owner(task: MatrixTask, owner: int, held: Mapping[int, int]) -> str:
-    """What :func:`rankwise.comm.owner_plan.assign_owners` went by, given the elements that each rank holds."""
+    """Return why :func:`rankwise.comm.owner_plan.assign_owners` chose the owner; ``held`` has elements by rank."""
     if task.whole is not None:
         return "a slice; the ranks that share the matrix had least work"
-    own, most = held.get(owner, 0), max(held.values())
+    elements, most = held.get(owner, 0), max(held.values())
     equal = sum(count == most for count in held.values())
-    if own < most:
+    if elements < most:
         fuller = "rank that holds" if equal == 1 else "ranks that hold"
         return f"the {fuller} most would have over {IMBALANCE_TOLERANCE:g} times the mean work"
     if equal > 1:
         return f"had least work of the {equal} ranks that hold as much of it"
-    return "holds it whole" if len(held) == 1 else f"holds most of it, {own / sum(held.values()):.0%}"
+    return "holds it whole" if len(held) == 1 else f"holds most of it, {elements / sum(held.values()):.0%}"
 
 
 def owners_table(rows: Sequence[ExplainedOwner], ranks: int) -> Table:
-    """The owners for the terminal."""
+    """Return the owners as a table for the terminal."""
     table = Table(title=f"owners on {ranks} rank{'s' if ranks > 1 else ''}")
     table.add_column("matrix", overflow="fold")
     table.add_column("rank", justify="right")
@@ -149,17 +149,17 @@ def owners_table(rows: Sequence[ExplainedOwner], ranks: int) -> Table:
 
 
 def _state_bytes(optimizer: ShardedOptimizer) -> dict[str, int]:
-    """By parameter, of all states it would have in one process; a bias that rides along is its matrix's."""
-    found = dict.fromkeys(optimizer.table.parameters, 0)
+    """Return the bytes of all states in one process, by parameter; a bias that rides along counts with its matrix."""
+    sizes = dict.fromkeys(optimizer.table.parameters, 0)
     name_of = optimizer.table.base_name
 
     for unit in imagined_units(optimizer, 1, 1):
         work = optimizer.step_costs(unit)
         for key, shape in unit.layout.shapes.items():
             width = sum((dtype or unit.dtype).itemsize for dtype in unit.parameters[key].states.values())
-            found[name_of(key)] += prod(shape) * width
+            sizes[name_of(key)] += prod(shape) * width
         batches = [] if unit.exchange is None else unit.exchange.plan.batches
         for task in (task for batch in batches for task in batch.tasks):
             states = work.matrix_state(task, torch.device("meta"))
-            found[name_of(task.parts[0])] += sum(state.nbytes for state in states.values())
-    return found
+            sizes[name_of(task.parts[0])] += sum(state.nbytes for state in states.values())
+    return sizes

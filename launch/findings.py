@@ -1,4 +1,4 @@
-"""What ``rankwise doctor`` finds: one line each, with what to do where something is wrong."""
+"""``rankwise doctor`` shows a line for each finding, with what to do if something is wrong."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _MARKS: dict[str, str] = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fail
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at.
+    """One thing that was looked at.
 
     Attributes:
-        topic: What it belongs to: ``"packages"``, ``"machine"``, ``"kernels"``, ``"frameworks"``, ``"locks"``,
+        topic: Its topic: ``"packages"``, ``"machine"``, ``"kernels"``, ``"frameworks"``, ``"locks"`` or
             ``"self-test"``.
         name: Name of the thing.
-        value: What was found.
+        value: State of the thing.
         status: ``"note"`` does not keep anything from working; ``"fail"`` does.
         advice: What to do; empty if nothing.
     """
@@ -35,10 +35,10 @@ class Finding:
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
-    """A row for each finding, by topic.
+    """Return a table with a row for each finding, by topic.
 
     Args:
-        findings: In the order in which they are to be shown.
+        findings: Findings in the order of their rows.
     """
     from rich.markup import escape
 

@@ -1,4 +1,4 @@
-"""A YAML file of command-line flags, for programs that read none."""
+"""This module reads a YAML file of command-line flags, for programs that read no file."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ __all__ = ["read_flags"]
 
 
 def read_flags(path: Path) -> list[str]:
-    """The flags of a file, in its order, to be put before those typed, which then win.
+    """Return the flags of a file, in its order, to be put before typed flags, which then count.
 
     Args:
-        path: a flat YAML mapping from flags without their dashes to values: ``lr: 0.01`` is ``--lr 0.01``,
+        path: Flat YAML mapping from flags without their dashes to values: ``lr: 0.01`` is ``--lr 0.01``,
             ``mkor-betas: [0.9, 0.95]`` is ``--mkor-betas 0.9 0.95``, true is the bare flag, false is ``--no-...`` and
             null the word ``none``.
 
     Raises:
-        ValueError: if the file is no such mapping.
+        ValueError: The file is no such mapping.
     """
     yaml = importlib.import_module("yaml")
     try:

@@ -1,4 +1,4 @@
-"""Commands that look and tell, and start no training."""
+"""These commands inspect, and start no training."""
 
 from __future__ import annotations
 
@@ -73,23 +73,23 @@ def plan(context: typer.Context, question: Question, links: Links, goal: Goal) -
     with bad_usage():
         most, judge = goal.most, device_of(goal.gpu)
         asked = answered(replace(question, flags=tuple(context.args)))
-        found = asked.figures()
-    own = [] if judge in DEVICES else [judge]
-    costs = [cost(found, device, links, asked.tokens, goal.efficiency) for device in (*DEVICES, *own)]
+        figures = asked.figures()
+    judges = [] if judge in DEVICES else [judge]
+    costs = [cost(figures, device, links, asked.tokens, goal.efficiency) for device in (*DEVICES, *judges)]
 
     def fits(of: Figures) -> bool:
         held = goal.max_state_gb is None or max(of.states()) <= goal.max_state_gb * 2**30
         return held and (most is None or cost(of, judge, links, asked.tokens, goal.efficiency).share <= most)
 
-    fitting = fits(found)
-    told = (asked.picked.name, found, asked.cluster)
+    fitting = fits(figures)
+    shown = (asked.picked.name, figures, asked.cluster)
     if not goal.as_json:
-        presentation.show(console, *told, costs, links)
+        presentation.show(console, *shown, costs, links)
     if goal.png is not None:
-        presentation.draw(*told, goal.png)
+        presentation.draw(*shown, goal.png)
     advice = [] if fitting else _advice(asked, fits)
     if goal.as_json:
-        content = {**presentation.as_json(*told, costs, links), "fits": fitting, "recommended": advice}
+        content = {**presentation.as_json(*shown, costs, links), "fits": fitting, "recommended": advice}
         tell_programs(content)
     elif not fitting:
         console.print(
@@ -107,16 +107,16 @@ def _check_png(png: Path | None) -> None:
 
 
 def _advice(asked: Asked, fits: Callable[[Figures], bool]) -> list[str]:
-    """The mildest change that meets the limits."""
+    """Return advice with the mildest change that meets the limits."""
     from rankwise.launch.planning.advice import changes
 
     for change in changes(asked.picked, asked.cluster):
         try:
-            found = asked.changed(change.picked, change.cluster).figures()
+            figures = asked.changed(change.picked, change.cluster).figures()
         except ValueError:
             continue
-        if fits(found):
-            return [f"With {change.words} it is: {max(found.states()) / 2**30:.3f} GiB on the fullest rank."]
+        if fits(figures):
+            return [f"With {change.words} it is: {max(figures.states()) / 2**30:.3f} GiB on the fullest rank."]
     return []
 
 
@@ -143,14 +143,14 @@ def compare(
 
     _check_png(png)
     with bad_usage():
-        found = read_runs(runs, loss, seq_len)
+        logged = read_runs(runs, loss, seq_len)
     if as_json:
-        tell_programs(as_rows(found))
+        tell_programs(as_rows(logged))
     else:
-        console.print(compared(found))
+        console.print(compared(logged))
     if png is not None:
         png.parent.mkdir(parents=True, exist_ok=True)
-        draw(found, png)
+        draw(logged, png)
 
 
 def list_types(

@@ -1,4 +1,4 @@
-"""The packages of this environment, beside the versions rankwise asks for."""
+"""This module compares the packages of this environment with the versions that rankwise asks for."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _EXTRAS = ("deepspeed", "megatron", "torchtitan", "triton", "dev")
 
 
 def asked_for() -> dict[str, tuple[SpecifierSet, str]]:
-    """Versions and extra ("" for none) by package, from the metadata rankwise was installed with; {} without any."""
+    """Return versions and extra ("" for none) by package, from the metadata of the installed rankwise, if any."""
     try:
         lines = importlib.metadata.requires("rankwise") or []
     except importlib.metadata.PackageNotFoundError:
         return {}
-    found: dict[str, tuple[SpecifierSet, str]] = {}
+    wanted: dict[str, tuple[SpecifierSet, str]] = {}
     for requirement in map(Requirement, lines):
         extra = next((name for name in _EXTRAS if _needs(requirement, name)), "")
         if extra != "dev" and (extra or _needs(requirement, "")):
-            found.setdefault(requirement.name.lower(), (requirement.specifier, extra))
-    return found
+            wanted.setdefault(requirement.name.lower(), (requirement.specifier, extra))
+    return wanted
 
 
 def _needs(requirement: Requirement, extra: str) -> bool:
@@ -43,7 +43,7 @@ def _needs(requirement: Requirement, extra: str) -> bool:
 
 
 def look_at_packages() -> Iterator[Finding]:
-    """Python, rankwise, and what they stand on."""
+    """Yield findings about Python, rankwise, and the packages that it needs."""
     yield _python()
     ranges = asked_for()
     installed = "" if ranges else "not installed: run from a checkout, so no ranges are known"
@@ -81,14 +81,12 @@ def _package(name: str, wanted: SpecifierSet, extra: str) -> Finding:
     tested = f"{version}, asked for: {wanted}" if str(wanted) else version
     if wanted.contains(version, prereleases=True):
         return Finding("packages", name, tested)
-    # megatron_patches and deepspeed_plugin refuse by themselves what they cannot serve.
+    # megatron_patches and deepspeed_plugin refuse themselves what they cannot serve.
     return Finding("packages", name, tested, "note" if extra else "fail", f"outside the range: {install}")
 
 
 def _apex() -> Finding:
-    found = importlib.import_module("megatron_patches.apex").detect_apex()
-    what, _, advice = (
-        found.message.partition(": ") if found.kind not in ("absent", "nvidia") else (found.message, "", "")
-    )
+    apex = importlib.import_module("megatron_patches.apex").detect_apex()
+    what, _, advice = apex.message.partition(": ") if apex.kind not in ("absent", "nvidia") else (apex.message, "", "")
     status = {"other": "fail" if importlib.util.find_spec("megatron") else "note", "nvidia-python-only": "note"}
-    return Finding("packages", "apex", what, status.get(found.kind, "ok"), advice)  # type: ignore[arg-type]
+    return Finding("packages", "apex", what, status.get(apex.kind, "ok"), advice)  # type: ignore[arg-type]

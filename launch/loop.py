@@ -1,4 +1,4 @@
-"""The training loop of the reference scripts, with its clocks and records: the same for every framework."""
+"""The reference scripts of all frameworks share this training loop, with its clocks and records."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from rankwise.launch.settings import Settings
 __all__ = ["Engine", "Loop", "learning_rate_factor", "optimizer_state_bytes"]
 
 _UNTIMED_STEPS = 5
-"""Steps left out of the throughput figures: allocation, first-touch and lazy compilation happen there."""
+"""Steps that are left out of the throughput figures, because they allocate, touch memory first, and compile."""
 
 _SYNC_INTERVAL = 10
-"""Steps between two averages of the loss over the ranks, for the progress bar, or lines instead, and the curve."""
+"""Steps between two averages of the loss over the ranks, for the progress bar or lines, and for the curve."""
 
 
 class Engine(Protocol):
     """A model with its optimizer in one framework, on this rank.
 
     Attributes:
-        device: Where its tensors are.
+        device: Device of its tensors.
         global_batch: Samples per step over all ranks.
         micro_batch: Largest number of samples per forward pass.
-        data_rank: Which share of the validation windows this rank evaluates.
+        data_rank: Number of this rank's share of the validation windows.
         data_size: Number of shares.
-        update_seconds: Time spent in optimizer steps so far.
+        update_seconds: Seconds in optimizer steps so far.
     """
 
     device: torch.device
@@ -48,29 +48,29 @@ class Engine(Protocol):
     update_seconds: float
 
     def rate(self, step: int) -> float:
-        """Learning rate the step will use."""
+        """Return the learning rate that the step will use."""
 
     def train_step(self, step: int) -> Tensor:
-        """One optimizer step; returns the mean loss over this rank's samples, 0-d."""
+        """Do one optimizer step, and return the mean loss over this rank's samples, 0-d."""
 
     def evaluate(self, tokens: Tensor) -> Tensor:
-        """Losses of samples in nats per token, shape (samples,); tokens has shape (samples, window + 1)."""
+        """Return losses of samples in nats per token, shape (samples,); tokens has shape (samples, window + 1)."""
 
     def synchronize(self) -> None:
         """Wait for the device."""
 
     def state_bytes(self) -> int:
-        """Bytes of optimizer state on this rank, fp32 master weights not included."""
+        """Return the bytes of optimizer state on this rank, without fp32 master weights."""
 
 
 def learning_rate_factor(step: int, steps: int, warmup: float, final: float) -> float:
-    """Linear rise, then a cosine down to ``final``: the factor on the peak learning rate.
+    """Return the factor of the peak learning rate: a linear rise, then a cosine down to ``final``.
 
     Args:
-        step: step about to be taken, from 0.
-        steps: steps of the whole run.
-        warmup: share of the steps spent rising; the first step is already above 0.
-        final: factor at the last step.
+        step: Number of the next step, from 0.
+        steps: Steps of the whole run.
+        warmup: Share of the steps in which the factor rises; the first step is already above 0.
+        final: Factor at the last step.
     """
     rise = round(warmup * steps)
     if step < rise:
@@ -80,10 +80,10 @@ def learning_rate_factor(step: int, steps: int, warmup: float, final: float) -> 
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of optimizer state this rank holds, fp32 master weights not included."""
-    own = getattr(optimizer, "state_bytes", None)
-    if callable(own):
-        return sum(own().values())  # {"element": ..., "matrix": ...}
+    """Return the bytes of optimizer state that this rank holds, without fp32 master weights."""
+    count = getattr(optimizer, "state_bytes", None)
+    if callable(count):
+        return sum(count().values())  # {"element": ..., "matrix": ...}
     return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(optimizer.state.values()))
 
 
@@ -91,9 +91,9 @@ class Loop:
     """Trains, validates and records.
 
     Args:
-        engine: what is trained.
-        settings: steps, validation and output of the run.
-        corpus: where the validation windows come from.
+        engine: Model with its optimizer.
+        settings: Steps, validation and output of the run.
+        corpus: Text with the validation windows.
     """
 
     def __init__(self, engine: Engine, settings: Settings, corpus: Corpus) -> None:
@@ -103,12 +103,12 @@ class Loop:
         self.validation_loss = math.nan
 
     def train(self) -> dict[str, Any]:
-        """All steps; writes ``metrics.jsonl`` and returns the summary, the same on every rank."""
+        """Do all steps, write ``metrics.jsonl``, and return the summary, equal on every rank."""
         settings, steps = self.settings, self.settings.steps
         untimed = min(_UNTIMED_STEPS, steps - 1)
         losses: list[Tensor] = []
         with (Path(os.devnull) if self.rank else settings.output / "metrics.jsonl").open("w") as metrics:
-            # None: a bar only on a terminal; elsewhere it would be one line that never ends.
+            # None shows the bar on terminals only; elsewhere it would be one line that never ends.
             disable = True if self.rank else None
             bar = tqdm(total=steps, desc=settings.label, disable=disable, dynamic_ncols=True, unit="step")
             for step in range(steps):

@@ -1,4 +1,4 @@
-"""Device, compiler, kernels and frameworks of this machine, as rankwise will meet them."""
+"""These functions look at devices, compiler, kernels and frameworks of this machine, as rankwise will meet them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SWITCHES = ("RANKWISE_NATIVE", "RANKWISE_ISA", "OMP_NUM_THREADS", "CUDA_VISIBLE
 
 
 def look_at_machine() -> Iterator[Finding]:
-    """Processor, accelerators, backends of messages, compiler."""
+    """Yield findings about the processor, accelerators, backends of messages, and the compiler."""
     yield Finding("machine", "system", f"{platform.system()} {platform.machine()}, {available_cores()} cores")
     yield Finding("machine", "CPU instructions", _instructions())
     yield _accelerators()
@@ -40,9 +40,9 @@ def look_at_machine() -> Iterator[Finding]:
 
 
 def _instructions() -> str:
-    # Instructions only: other entries are sizes of caches.
-    known: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
-    of_interest = [name for name in ("avx2", "avx512_bf16", "amx_bf16", "amx_tile", "bf16", "sve") if known.get(name)]
+    # Only instructions are named; other entries are sizes of caches.
+    flags: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
+    of_interest = [name for name in ("avx2", "avx512_bf16", "amx_bf16", "amx_tile", "bf16", "sve") if flags.get(name)]
     return (
         f"torch uses {torch.backends.cpu.get_cpu_capability()}; the processor has {', '.join(of_interest) or 'no bf16'}"
     )
@@ -77,7 +77,7 @@ def _compiler() -> str:
 
 
 def look_at_kernels() -> Iterator[Finding]:
-    """Which form of the kernels runs on each device, and in which type products are; compiles what a step would."""
+    """Yield which form of the kernels runs on each device, and the type of products; compile what a step would."""
     from rankwise.kernels.dispatch import kernels_for, product_dtype_for
 
     devices = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
@@ -100,7 +100,7 @@ def look_at_kernels() -> Iterator[Finding]:
 
 
 def look_at_frameworks() -> Iterator[Finding]:
-    """Whether all frameworks take our optimizers here."""
+    """Yield whether each framework takes our optimizers here."""
     yield _tried("FSDP2", "torch.distributed.fsdp", "torch", _fsdp)
     yield _tried("torchtitan", "torchtitan", "rankwise[torchtitan]", _torchtitan)
     yield _tried("DeepSpeed", "deepspeed", "rankwise[deepspeed]", _deepspeed)
@@ -111,17 +111,17 @@ def look_at_frameworks() -> Iterator[Finding]:
 
 def _tried(name: str, module: str, package: str, serve: Callable[[], str]) -> Finding:
     try:
-        found = importlib.util.find_spec(module) is not None
+        is_installed = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
-        found = False
-    if not found:
+        is_installed = False
+    if not is_installed:
         advice = (
             f"pip install '{package}'" if package else "comes with a checkout of Megatron-LM, not with pip's package"
         )
         return Finding("frameworks", name, "not installed", "note", f"{advice}, if you want it")
     try:
         return Finding("frameworks", name, serve())
-    except Exception as error:  # whatever a framework's import raises on a machine it was not made for
+    except Exception as error:  # a framework may raise any error on a machine that it was not made for
         return Finding("frameworks", name, f"{type(error).__name__} on import", "fail", str(error).strip()[:500])
 
 
@@ -129,7 +129,7 @@ def _fsdp() -> str:
     from torch.distributed.fsdp import FSDPModule, fully_shard
     from torch.distributed.tensor import DTensor
 
-    # What rankwise.fsdp reads of them beside what torch documents.
+    # rankwise.fsdp reads these attributes beside what torch documents.
     read = ((FSDPModule, "_get_fsdp_state"), (DTensor, "_local_tensor"), (DTensor, "_spec"))
     missing = [f"{owner.__name__}.{name}" for owner, name in read if not hasattr(owner, name)]
     if missing:
@@ -145,7 +145,7 @@ def _torchtitan() -> str:
 
 
 def _deepspeed() -> str:
-    # Its command line and compiler checks speak on import; what matters is whether our types are known.
+    # DeepSpeed's command line and compiler checks print on import; what matters is whether our types are registered.
     plugin = importlib.import_module("deepspeed_plugin")
     if not plugin.is_registered():
         raise RuntimeError("deepspeed_plugin was imported and its types are not registered")
@@ -172,7 +172,7 @@ def _pretraining() -> str:
 
 
 def look_at_locks() -> Iterator[Finding]:
-    """Locks of torch's just-in-time builds that a killed job has left behind."""
+    """Yield findings about locks of torch's just-in-time builds that a killed job has left behind."""
     locks = list(build_locks())
     for lock in locks:
         if is_abandoned(lock):

@@ -1,4 +1,4 @@
-"""The reference run's text as Megatron reads it: an indexed data set on disk, and samples of a window each."""
+"""This module writes the reference run's text as Megatron's indexed data set, and reads samples of it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["MegatronSampler", "write_indexed"]
 
 
 def write_indexed(tokens: np.ndarray[Any, Any], tokenizer: Tokenizer, prefix: Path) -> Path:
-    """Write a token stream as ``PREFIX.bin`` and ``PREFIX.idx``, one document of theirs for each of ours.
+    """Write a token stream as ``PREFIX.bin`` and ``PREFIX.idx``, with a document for each document of ours.
 
     Args:
-        tokens: Token ids, one-dimensional, an end-of-document token after each document.
-        tokenizer: What made them.
-        prefix: Path without the two endings. Nothing is written where the index exists.
+        tokens: Token ids, one-dimensional, with an end-of-document token after each document.
+        tokenizer: Tokenizer that made the ids.
+        prefix: Path without the two endings. Nothing is written if the index exists.
 
     Returns:
-        The prefix, which is what Megatron's ``--data-path`` takes.
+        The prefix, which Megatron's ``--data-path`` takes.
     """
     index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     if index.exists():
@@ -39,32 +39,32 @@ def write_indexed(tokens: np.ndarray[Any, Any], tokenizer: Tokenizer, prefix: Pa
     for start, end in zip([0, *ends[:-1]], ends, strict=True):
         document = torch.from_numpy(tokens[start:end].astype(np.int64))
         builder.add_document(document, [len(document)])
-    # The index comes last and at once: it tells that the other file is complete.
+    # The index appears last and at once, which says that the other file is complete.
     builder.finalize(f"{index}.part")
     Path(f"{index}.part").rename(index)
     return prefix
 
 
 class _Vocabulary:
-    """As much of a tokenizer as Megatron's data sets ask for."""
+    """The part of a tokenizer that Megatron's data sets ask for."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.vocab_size = tokenizer.vocab_size
         self.eod = self.eos = tokenizer.end_of_document
-        self.pad = tokenizer.vocab_size  # An id that no text holds.
+        self.pad = tokenizer.vocab_size  # no text has this id
         self.special_tokens_dict = {"eod_token": self.eod}
         self.unique_identifiers = OrderedDict(name=tokenizer.name, vocab_size=tokenizer.vocab_size)
 
 
 class MegatronSampler:
-    """Micro-batches from a ``GPTDataset``: the same samples in any number of data-parallel ranks.
+    """Micro-batches from a ``GPTDataset``, whose samples do not depend on the number of data-parallel ranks.
 
     Args:
-        prefix: What :func:`write_indexed` returned.
-        tokenizer: What made the tokens.
-        window: Tokens a sample predicts.
-        samples: How many the run draws.
-        seed: Order of documents and windows.
+        prefix: Result of :func:`write_indexed`.
+        tokenizer: Tokenizer that made the tokens.
+        window: Tokens that a sample predicts.
+        samples: Number of samples that the run draws.
+        seed: Decides the order of documents and windows.
     """
 
     def __init__(self, prefix: Path, tokenizer: Tokenizer, window: int, samples: int, seed: int) -> None:
@@ -83,7 +83,7 @@ class MegatronSampler:
         self._samples = built[0]
 
     def batch(self, first: int, size: int) -> dict[str, Tensor]:
-        """Some consecutive samples, each entry of shape (size, window).
+        """Return some consecutive samples, each entry of shape (size, window).
 
         Args:
             first: Number of the first sample in the run.

@@ -1,7 +1,7 @@
-"""Reference training script: the same small language model on megatron-core, in a loop of one's own.
+"""This reference training script trains a small language model on megatron-core, in a loop of its own.
 
 Every rank runs it: ``torchrun --nproc-per-node 2 -m rankwise.launch.megatron_pretrain runs/x/settings.json``. All that
-is particular to rankwise is in :func:`build_optimizer`; the rest is what any loop on megatron-core does.
+is particular to rankwise is in :func:`build_optimizer`; any loop on megatron-core does the rest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["build_model", "build_optimizer", "run"]
 
 
 def run(settings: Settings) -> None:
-    """Trains one model and writes ``metrics.jsonl`` and ``summary.json`` into ``settings.output``."""
+    """Train one model, and write ``metrics.jsonl`` and ``summary.json`` into ``settings.output``."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     warnings.filterwarnings("ignore", module="megatron")
     logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -52,11 +52,11 @@ def run(settings: Settings) -> None:
 
 
 def build_model(settings: Settings, vocab_size: int) -> nn.Module:
-    """Megatron's GPT in the shape of the Hugging Face model of the DeepSpeed run, wrapped for data parallelism.
+    """Return Megatron's GPT in the shape of the DeepSpeed run's Hugging Face model, wrapped for data parallelism.
 
     Args:
-        settings: shape, tensor parallelism, and the stage, of which 1 and 2 mean the distributed optimizer.
-        vocab_size: number of token ids; rounded up to a multiple of 64.
+        settings: Shape, tensor parallelism, and the stage, where 1 and 2 mean the distributed optimizer.
+        vocab_size: Number of token ids, which is rounded up to a multiple of 64.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
@@ -103,11 +103,11 @@ def build_model(settings: Settings, vocab_size: int) -> nn.Module:
 
 
 def build_optimizer(settings: Settings, model: nn.Module) -> Any:
-    """Megatron's optimizer for the run: its own Adam, or one of ours by its name.
+    """Return Megatron's optimizer for the run: its own Adam, or one of ours by its name.
 
     Args:
-        settings: the ``optimizer`` block and ``gradient_clipping`` are read.
-        model: from :func:`build_model`.
+        settings: Settings, of which the ``optimizer`` block and ``gradient_clipping`` are read.
+        model: Model from :func:`build_model`.
     """
     import megatron_patches
 
@@ -181,7 +181,7 @@ class _Megatron:
         self.data_size = parallel_state.get_data_parallel_world_size()
         self.device = next(model.parameters()).device
         self.micro_batch: int = settings.deepspeed["train_micro_batch_size_per_gpu"]
-        # A global batch is that of the DeepSpeed run on as many ranks, whatever is done with tensor parallelism.
+        # A global batch is that of the DeepSpeed run on as many ranks, for any tensor parallelism.
         self.micro_batches = settings.deepspeed.get("gradient_accumulation_steps", 1) * settings.tensor_parallel
         self.global_batch = self.micro_batch * self.micro_batches * self.data_size
         self.update_seconds = 0.0
@@ -220,7 +220,7 @@ class _Megatron:
         return torch.stack([entry["loss"] for entry in reported]).mean()
 
     def _schedule(self, step: int) -> None:
-        """What Megatron's scheduler does; ours, so that a run has the rates of the DeepSpeed run at every step."""
+        """Do what Megatron's scheduler does, but with the rates of the DeepSpeed run at every step."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate(step) * group.get("lr_mult", 1.0)
             group["weight_decay"] = self.optimizer.config.weight_decay * group.get("wd_mult", 1.0)
@@ -243,13 +243,13 @@ class _Megatron:
         return sum(optimizer_state_bytes(wrapper.optimizer) for wrapper in built if wrapper.optimizer is not None)
 
     def parameters(self) -> int:
-        """Parameters of the whole model."""
+        """Return the number of the whole model's parameters."""
         cut = [getattr(p, "tensor_model_parallel", False) for p in self.model.parameters()]
         ways = [self.settings.tensor_parallel if is_cut else 1 for is_cut in cut]
         return sum(p.numel() * factor for p, factor in zip(self.model.parameters(), ways, strict=True))
 
     def layout(self) -> str:
-        """For the table's title."""
+        """Return the layout in words, for the table's title."""
         from megatron.core.package_info import __version__
 
         sharded = " with the distributed optimizer" if _uses_distributed_optimizer(self.settings) else ""

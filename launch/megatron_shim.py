@@ -1,7 +1,7 @@
-"""Runs an unedited Megatron-LM script with our optimizers known to its ``--optimizer``.
+"""This module runs an unedited Megatron-LM script whose ``--optimizer`` takes our optimizers.
 
-For launchers that start modules: ``torchrun -m rankwise.launch.megatron_shim pretrain_gpt.py ...``. In a script of
-one's own, ``import megatron_patches; megatron_patches.apply(command_line=True)`` does the same.
+It is for launchers that start modules: ``torchrun -m rankwise.launch.megatron_shim pretrain_gpt.py ...``. In a user's
+own script, ``import megatron_patches; megatron_patches.apply(command_line=True)`` has the same effect.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def run_script(script: Path, arguments: list[str], cpu: bool = False) -> None:
-    """Runs a script as ``python script arguments...`` would, after patching Megatron.
+    """Run a script as ``python script arguments...`` would, after patching Megatron.
 
     Args:
-        script: path of the user's script; its folder is where ``megatron.training`` is looked for first.
-        arguments: its arguments.
-        cpu: run on CPU tensors and gloo, for trials; adds the flags without which ``pretrain_gpt.py`` needs a GPU.
+        script: Path of the user's script, whose folder is searched for ``megatron.training`` first.
+        arguments: Arguments of the script.
+        cpu: Whether to run on CPU tensors and gloo, for trials, with flags that spare ``pretrain_gpt.py`` a GPU.
 
     Raises:
-        megatron_patches.PatchError: an untested Megatron.
+        megatron_patches.PatchError: Megatron is untested.
     """
     sys.path[0] = str(script.resolve().parent)
     sys.argv = [str(script), *arguments]
@@ -47,21 +47,21 @@ def run_script(script: Path, arguments: list[str], cpu: bool = False) -> None:
 
 
 def require_training(script: Path) -> None:
-    """Refuses to start a script that would not find ``megatron.training``.
+    """Refuse to start a script that would not find ``megatron.training``.
 
     Args:
-        script: Script of the user; Python looks in its folder first.
+        script: Script of the user, whose folder Python searches first.
 
     Raises:
-        ValueError: It is neither there nor installed.
+        ValueError: The module is neither in the script's folder nor installed.
     """
     if (script.resolve().parent / "megatron" / "training").is_dir():
         return
     try:
-        found = importlib.util.find_spec("megatron.training")
+        spec = importlib.util.find_spec("megatron.training")
     except ModuleNotFoundError:
-        found = None
-    if found is None:
+        spec = None
+    if spec is None:
         raise ValueError(
             f"script is {str(script)!r}, and there is no megatron.training beside it or installed: pip's megatron-core "
             "does not have it; name pretrain_gpt.py of a checkout of Megatron-LM, or set PYTHONPATH to the checkout"
@@ -69,9 +69,9 @@ def require_training(script: Path) -> None:
 
 
 def wants_one_connection(arguments: list[str]) -> bool:
-    """Whether Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1: with tensor or context parallelism.
+    """Whether Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1, as it does with tensor or context parallelism.
 
-    Under FSDP it asserts another value or none; elsewhere it does not care, and some backends suffer.
+    Under FSDP it asserts another value or none; elsewhere it asserts nothing, and the value slows some backends.
 
     Args:
         arguments: Arguments of Megatron's script.
@@ -81,7 +81,7 @@ def wants_one_connection(arguments: list[str]) -> bool:
         return False
     sizes = ("--tensor-model-parallel-size", "--context-parallel-size")
     cut = any(word in sizes and value.strip() != "1" for word, value in zip(words, words[1:], strict=False))
-    # Sizes that come from a file are not known yet.
+    # Sizes that a file has are not read yet.
     return cut or "--yaml-cfg" in words or "--use-mp-args-from-checkpoint-args" in words
 
 

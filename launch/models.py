@@ -1,4 +1,4 @@
-"""Small causal language models in the shapes of GPT-2 and Llama, from a configuration alone: nothing is downloaded."""
+"""This module makes small causal language models in the shapes of GPT-2 and Llama; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ ModelFamily = Literal["gpt2", "llama"]
 def build_model(
     family: ModelFamily, *, vocab_size: int, layers: int, hidden: int, heads: int, seq_len: int
 ) -> nn.Module:
-    """A randomly initialised Hugging Face causal language model without dropout.
+    """Return a randomly initialised Hugging Face causal language model without dropout.
 
     Args:
         family: ``"gpt2"`` (learned positions, tied head) or ``"llama"`` (rotary positions, SwiGLU, untied head).
-        vocab_size: number of token ids; rounded up to a multiple of 64.
-        layers: transformer blocks.
-        hidden: width of the residual stream, a multiple of ``heads``.
-        heads: attention heads.
-        seq_len: longest sequence.
+        vocab_size: Number of token ids, which is rounded up to a multiple of 64.
+        layers: Number of transformer blocks.
+        hidden: Width of the residual stream, a multiple of ``heads``.
+        heads: Number of attention heads.
+        seq_len: Longest sequence.
 
     Raises:
-        ValueError: if the family is unknown or ``hidden`` is not a multiple of ``heads``.
+        ValueError: The family is unknown, or ``hidden`` is not a multiple of ``heads``.
     """
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 

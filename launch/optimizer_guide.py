@@ -1,4 +1,4 @@
-"""What each type is for, when it is not, and what it costs: one table for the command line and for docs/choose.md."""
+"""One table, for the command line and for docs/choose.md, says what each type is for, when not, and what it costs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZES = ("0.12M", "0.26M")
 
 @dataclass(frozen=True)
 class Characteristics:
-    """What is known of a type beyond what can be computed.
+    """The facts of a type that cannot be computed.
 
     Attributes:
         purpose: What it is for.
@@ -122,16 +122,16 @@ CHOICES: Mapping[str, Characteristics] = {
         "-0.23 at 0.075M, -0.13 at 0.12M, -0.09 at 0.26M",
     ),
 }
-"""By the spelling of a JSON's ``"type"``."""
+"""Characteristics by the spelling of a JSON's ``"type"``."""
 
 
 class Price(NamedTuple):
-    """What a type costs in the :data:`SETTING`, with the options of its configuration for that model.
+    """The costs of a type in the :data:`SETTING`, with the options of its configuration for that model.
 
     Attributes:
         state: Bytes for each parameter, of all ranks together.
         sent: Bytes for each parameter that all ranks together send in a step.
-        share: Of a whole training step.
+        share: Share of a whole training step that the optimizer takes.
     """
 
     state: float
@@ -171,13 +171,13 @@ class Row(NamedTuple):
     gpu: float | None
 
     def gain(self, size: str) -> str:
-        """The loss less AdamW's at one of the :data:`SIZES`, or nothing."""
-        found = re.search(rf"(\S+) at {re.escape(size)}", self.gains)
-        return found[1] if found else ""
+        """Return the loss less AdamW's at one of the :data:`SIZES`; an empty text if there is none."""
+        match = re.search(rf"(\S+) at {re.escape(size)}", self.gains)
+        return match[1] if match else ""
 
 
 def computed(name: str) -> Price:
-    """What a type costs in the :data:`SETTING`, by ``rankwise plan``.
+    """Return the costs of a type in the :data:`SETTING`, by ``rankwise plan``.
 
     Args:
         name: Name of the optimizer.
@@ -191,14 +191,14 @@ def computed(name: str) -> Price:
     run = {"model": REFERENCE, "ranks": RANKS, "stage": STAGE, "batch_tokens": TOKENS, "precision": "bf16"}
     config = model_config_path(REFERENCE, "mars-adamw" if name == "mars" else name) if is_ours(name) else None
     asked = answered(Question(config, None if config else name, **run))
-    found = asked.figures()
-    total = cost(found, device_of("H100"), Links(), asked.tokens, REACHED)
-    sent = sum(rank.bytes_sent + rank.periodic_bytes / rank.period for rank in found.ranks)
-    return Price(sum(found.states()) / found.parameters, sent / found.parameters, total.share)
+    figures = asked.figures()
+    total = cost(figures, device_of("H100"), Links(), asked.tokens, REACHED)
+    sent = sum(rank.bytes_sent + rank.periodic_bytes / rank.period for rank in figures.ranks)
+    return Price(sum(figures.states()) / figures.parameters, sent / figures.parameters, total.share)
 
 
 def rows() -> Iterator[Row]:
-    """Every type, the lowest loss at the first of the :data:`SIZES` first; those of rules from outside at the end."""
+    """Yield every type, the lowest loss at the first of the :data:`SIZES` first; types of rules from outside last."""
     recorded = {name: Price(*cost) for name, cost in json.loads(RECORDED.read_text(encoding="utf-8")).items()}
     baseline = deepspeed_config("adamw")["optimizer"]["params"]["lr"]
     found = []
@@ -247,7 +247,7 @@ _NARROW = 76
 
 
 def _cells(row: Row) -> list[str]:
-    """A row of the short table."""
+    """Return a row of the short table."""
     gains = [row.gain(size) for size in SIZES]
     rate = "" if row.rate == NOT_MEASURED else row.rate
     gpu = "" if row.gpu is None else f"{row.gpu:.1f}"
@@ -262,11 +262,11 @@ EXPLAINED = (
 
 
 def shown(width: int, whole: bool = False) -> RenderableType:
-    """A table of a line for each type, or a paragraph for each.
+    """Return a table with a line for each type, or a paragraph for each.
 
     Args:
         width: Columns of the terminal; below a limit there are paragraphs, which break no word.
-        whole: Whether all that is known is shown, in paragraphs.
+        whole: Whether all columns are shown, in paragraphs.
     """
     if whole or width < _NARROW:
         return Group(*map(_paragraph, _listed()))
@@ -278,7 +278,7 @@ def shown(width: int, whole: bool = False) -> RenderableType:
 
 
 def _listed() -> Iterator[Row]:
-    """The rows but MARS's, which is one of the others by its variant."""
+    """Return the rows without MARS's, which is one of the others by its variant."""
     return (row for row in rows() if row.name != "MARS")
 
 
@@ -298,7 +298,7 @@ def _paragraph(row: Row) -> RenderableType:
 
 
 def as_markdown() -> str:
-    """The tables of docs/choose.md: what to compare, and what each is for."""
+    """Return the tables of docs/choose.md: what to compare, and what each is for."""
     first = ("type", *(f"loss less AdamW's at {size}" for size in SIZES), "lr over AdamW's (ready file)")
     first += ("state, bytes per parameter (AdamW: 8)", "share of a step", "GPU step over fused AdamW's")
     lines = [first, ["---"] * len(first)]

@@ -1,7 +1,7 @@
-"""Reference training script: a small causal language model with stock DeepSpeed.
+"""This reference training script trains a small causal language model with stock DeepSpeed.
 
 Every rank runs it: ``torchrun --nproc-per-node 2 -m rankwise.launch.pretrain runs/x/settings.json``. All that is
-particular to rankwise is :func:`initialize`; the rest is what any DeepSpeed training loop does.
+particular to rankwise is :func:`initialize`; any DeepSpeed training loop does the rest.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = ["initialize", "run"]
 
 
 def initialize(model: nn.Module, config: dict[str, Any], scheduler: Any) -> Any:
-    """``deepspeed.initialize`` with our optimizer types known to the JSON.
+    """Run ``deepspeed.initialize``, whose JSON may have our optimizer types.
 
     Args:
-        model: the model.
-        config: DeepSpeed configuration; its ``optimizer`` block chooses the optimizer.
-        scheduler: called with the optimizer inside DeepSpeed's ZeRO wrapper, so it acts on the real learning rates.
+        model: The model.
+        config: DeepSpeed configuration, whose ``optimizer`` block chooses the optimizer.
+        scheduler: Called with the optimizer inside DeepSpeed's ZeRO wrapper, to act on the real learning rates.
 
     Returns:
         The DeepSpeed engine.
@@ -51,7 +51,7 @@ def initialize(model: nn.Module, config: dict[str, Any], scheduler: Any) -> Any:
 
 
 def run(settings: Settings) -> None:
-    """Trains one model and writes ``metrics.jsonl`` and ``summary.json`` into ``settings.output``."""
+    """Train one model, and write ``metrics.jsonl`` and ``summary.json`` into ``settings.output``."""
     from deepspeed import comm
     from deepspeed.accelerator import get_accelerator
 

@@ -1,4 +1,4 @@
-"""Tables and curves from the files the reference script leaves behind."""
+"""This module makes tables and curves from the files that the reference script leaves."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _MEBIBYTE = 1 << 20
 
 
 def read_summary(run: Path) -> dict[str, Any]:
-    """The summary of a finished run's folder."""
+    """Return the summary of a finished run's folder."""
     summary: dict[str, Any] = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     return summary
 
 
 def read_metrics(run: Path, key: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one recorded quantity, e.g. ``"loss"`` or ``"validation_loss"``."""
+    """Return steps and values of one recorded quantity, e.g. ``"loss"`` or ``"validation_loss"``."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [record for record in map(json.loads, lines) if key in record]
     return [record["step"] for record in records], [record[key] for record in records]
 
 
 def results_table(summaries: list[dict[str, Any]]) -> Table:
-    """One row per run, and the loss of a model that knows only token frequencies as a yardstick.
+    """Return a table with a row per run, and the loss of a model that has only token frequencies as a yardstick.
 
     Args:
-        summaries: contents of ``summary.json`` of one or more runs on the same text.
+        summaries: Contents of ``summary.json`` of one or more runs on one text.
     """
     first = summaries[0]
     table = Table(
@@ -56,14 +56,14 @@ def results_table(summaries: list[dict[str, Any]]) -> Table:
 
 
 def plot_curves(runs: list[Path], path: Path) -> bool:
-    """Draws training loss (thin) and validation loss (marked) of several runs into a PNG.
+    """Draw training loss (thin) and validation loss (marked) of several runs into a PNG.
 
     Args:
-        runs: folders of finished runs.
-        path: the PNG to write.
+        runs: Folders of finished runs.
+        path: PNG to write.
 
     Returns:
-        Whether there is matplotlib to do it.
+        Whether matplotlib is installed, and the PNG was written.
     """
     pyplot = pyplot_if_installed()
     if pyplot is None:

@@ -1,4 +1,4 @@
-"""From the options of ``rankwise train`` to the DeepSpeed configuration of every run."""
+"""The options of ``rankwise train`` become the DeepSpeed configuration of every run."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ __all__ = ["check_framework", "check_options", "planned_configs", "planned_runs"
 
 
 def split_names(values: list[str]) -> list[str]:
-    """Optimizer names from options that may hold several, each separated by commas or spaces.
+    """Return optimizer names from options that may hold several, separated by commas or spaces.
 
     Args:
-        values: the options' values; ``all`` stands for every optimizer.
+        values: Values of the options; ``all`` stands for every optimizer.
 
     Returns:
-        Names in the order given, in lower case, each once.
+        Names in the order given, in lower case, without duplicates.
 
     Raises:
-        ValueError: if a name is unknown.
+        ValueError: A name is unknown.
     """
     names: list[str] = []
     for name in " ".join(values).replace(",", " ").lower().split():
         if name != "all" and name not in OPTIMIZERS:
-            known = f"{', '.join(OPTIMIZERS)}, all{misspelt(name, OPTIMIZERS)}"
-            raise ValueError(f"optimizer is {name!r}: it must be one of {known}")
+            choices = f"{', '.join(OPTIMIZERS)}, all{misspelt(name, OPTIMIZERS)}"
+            raise ValueError(f"optimizer is {name!r}: it must be one of {choices}")
         names += list(OPTIMIZERS) if name == "all" else [name]
     return list(dict.fromkeys(names))
 
 
 def planned_runs(settings: Settings, ranks: int) -> list[Settings]:
-    """What was typed as one run for each optimizer, in a folder of its own below the output.
+    """Return the settings of a run for each optimizer, in a folder of its own below the output.
 
     Args:
-        settings: what was typed.
-        ranks: processes.
+        settings: Settings that were typed.
+        ranks: Number of processes.
 
     Raises:
-        ValueError: if a name, the configuration or a value of it is wrong, or does not suit the framework.
+        ValueError: A name, the configuration or a value of it is wrong, or does not suit the framework.
     """
     names = split_names(settings.optimizer or [])
     if not names and settings.config is None:
@@ -63,16 +63,16 @@ def planned_runs(settings: Settings, ranks: int) -> list[Settings]:
 
 
 def check_framework(framework: str, ranks: int, tensor_parallel: int, configs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuses what a framework cannot run.
+    """Refuse what a framework cannot run.
 
     Args:
         framework: ``"deepspeed"`` or ``"megatron"``.
-        ranks: processes.
-        tensor_parallel: ranks each matrix is cut over.
-        configs: what :func:`planned_configs` returned.
+        ranks: Number of processes.
+        tensor_parallel: Number of ranks that each matrix is cut over.
+        configs: Result of :func:`planned_configs`.
 
     Raises:
-        ValueError: if it is not installed, or a value does not suit it.
+        ValueError: The framework is not installed, or a value does not suit it.
     """
     package, extra = ("megatron.core", "megatron") if framework == "megatron" else ("deepspeed", "deepspeed")
     if importlib.util.find_spec(package.split(".")[0]) is None or importlib.util.find_spec(package) is None:
@@ -99,14 +99,14 @@ def check_framework(framework: str, ranks: int, tensor_parallel: int, configs: M
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A DeepSpeed JSON file, which may hold comments and trailing commas where DeepSpeed is there to accept them.
+    """Read a DeepSpeed JSON file, which may have comments and trailing commas if DeepSpeed is installed.
 
     Raises:
-        ValueError: if it is not a JSON object.
+        ValueError: The file is not a JSON object.
     """
     try:
         reader = importlib.import_module("hjson")
-    except ModuleNotFoundError:  # comes with DeepSpeed
+    except ModuleNotFoundError:  # the module comes with DeepSpeed
         reader = json
     try:
         config = reader.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
@@ -118,38 +118,38 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    unique: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in unique:
             raise ValueError(f"the key {key!r} stands twice")
-        found[key] = value
-    return found
+        unique[key] = value
+    return unique
 
 
 def planned_configs(
     config: dict[str, Any] | None, optimizers: list[str], settings: Settings
 ) -> dict[str, dict[str, Any]]:
-    """DeepSpeed configurations that differ in their ``optimizer`` block alone.
+    """Return DeepSpeed configurations that differ in their ``optimizer`` blocks only.
 
     Args:
-        config: the user's configuration, or None for the packaged one.
-        optimizers: names whose packaged block replaces the configuration's own, unless that is of the same type;
-            empty keeps its own.
-        settings: values from the command line that replace the configuration's; None leaves it.
+        config: The user's configuration, or None for the packaged one.
+        optimizers: Names whose packaged block replaces the configuration's, unless that has this type; if empty, the
+            configuration's stays.
+        settings: Values from the command line that replace the configuration's; None leaves them.
 
     Returns:
-        Label of the run -> configuration, in the order asked for.
+        Configurations by label of the run, in the order asked for.
 
     Raises:
-        ValueError: if there is no ``optimizer`` block to train with, or one of its options is unknown or out of range.
+        ValueError: There is no ``optimizer`` block, or one of its options is unknown or out of range.
     """
     stage = 2 if settings.stage is None else settings.stage
     base = deepspeed_config("adamw", stage) if config is None else config
     block = base.get("optimizer")
-    own = {str(block["type"]).lower(): block} if isinstance(block, dict) and "type" in block else {}
-    if not optimizers and not own:
+    written = {str(block["type"]).lower(): block} if isinstance(block, dict) and "type" in block else {}
+    if not optimizers and not written:
         raise ValueError('config has no "optimizer" block with a "type"; add one or choose with --optimizer')
-    blocks = {name: own.get(name) or deepspeed_config(name)["optimizer"] for name in optimizers or own}
+    blocks = {name: written.get(name) or deepspeed_config(name)["optimizer"] for name in optimizers or written}
     configs = {label: _with_values(base, block, settings) for label, block in blocks.items()}
     for planned in configs.values():
         check_options(planned["optimizer"])
@@ -157,13 +157,13 @@ def planned_configs(
 
 
 def check_options(block: Mapping[str, Any]) -> None:
-    """Checks the options of an ``optimizer`` block of one of our types, which costs no import of a framework.
+    """Check the options of an ``optimizer`` block of one of our types, without importing a framework.
 
     Args:
-        block: With ``type`` and perhaps ``params``; those of other types are their framework's to judge.
+        block: Block with ``type`` and perhaps ``params``; frameworks judge blocks of other types.
 
     Raises:
-        ValueError: Names the key, the value and the fix.
+        ValueError: An option is wrong; the message names the key, the value and the fix.
     """
     params = block.get("params") or {}
     if not isinstance(params, Mapping):
@@ -175,7 +175,7 @@ def check_options(block: Mapping[str, Any]) -> None:
     spelling = next(spelling for spelling in BY_SPELLING if spelling.lower() == name)
     owner = f"optimizer type {spelling!r}"
     keywords = named.complete(params, owner, instead=named.optimizer.__name__)
-    # Integrations fill these in.
+    # Integrations fill in values that are "auto".
     written = {key: value for key, value in keywords.items() if value != "auto"}
     checked = named.optimizer.options_type(**written)
     check_given({key: params[key] for key in params if key in written}, checked.unread(), owner)
@@ -195,6 +195,6 @@ def _with_values(base: dict[str, Any], block: dict[str, Any], settings: Settings
         if value is not None:
             config[key] = value
             config.pop("train_batch_size", None)  # DeepSpeed derives it from the other two and the ranks
-    config.pop("scheduler", None)  # the reference script brings its own, the same for every optimizer
-    config.setdefault("steps_per_print", 10**9)  # the progress bar says it
+    config.pop("scheduler", None)  # the reference script has its own scheduler for all optimizers
+    config.setdefault("steps_per_print", 10**9)  # the progress bar shows steps
     return config

@@ -1,4 +1,4 @@
-"""Which windows of the tokens a rank reads at a step: a function of the seed and the step, never of the ranks."""
+"""The windows of tokens that are read at a step are a function of the seed and the step, never of the ranks."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["WindowSampler", "validation_batches"]
 
 @dataclass(frozen=True)
 class WindowSampler:
-    """Random windows of a token stream in an order that no world size changes.
+    """Random windows of a token stream, in an order that no world size changes.
 
     Step ``t`` draws ``global_batch`` window positions from ``(seed, t)``; ranks and micro-batches take consecutive
-    pieces of that list. Any split of one global batch over ranks and accumulation steps sees the same samples.
+    pieces of that list. Any split of one global batch over ranks and accumulation steps has the same samples.
 
     Attributes:
-        tokens: token ids, one-dimensional.
-        window: tokens a sample predicts; it reads one more.
-        micro_batch: samples of one forward pass on one rank.
-        accumulation: micro-batches per optimizer step.
-        world_size: data-parallel ranks.
-        seed: chooses the order.
+        tokens: Token ids, one-dimensional.
+        window: Tokens that a sample predicts; it reads one more.
+        micro_batch: Samples of one forward pass on one rank.
+        accumulation: Micro-batches per optimizer step.
+        world_size: Number of data-parallel ranks.
+        seed: Decides the order.
     """
 
     tokens: np.ndarray[Any, Any]
@@ -37,10 +37,10 @@ class WindowSampler:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Checks that the stream holds at least one window.
+        """Check that the stream holds at least one window.
 
         Raises:
-            ValueError: if it does not, or if a count is not positive.
+            ValueError: It does not, or a count is not positive.
         """
         for name in ("window", "micro_batch", "accumulation", "world_size"):
             if getattr(self, name) < 1:
@@ -53,17 +53,17 @@ class WindowSampler:
         return self.micro_batch * self.accumulation * self.world_size
 
     def positions(self, step: int) -> np.ndarray[Any, Any]:
-        """First token of every sample of a step's global batch, in global sample order, shape (global_batch,)."""
+        """Return the first token of every sample of a step's global batch, in global order, shape (global_batch,)."""
         generator = np.random.default_rng([self.seed, step])
         return generator.integers(0, len(self.tokens) - self.window, self.global_batch)
 
     def batch(self, step: int, micro_step: int, rank: int) -> Tensor:
-        """Tokens of one micro-batch, shape (micro_batch, window + 1), int64.
+        """Return the tokens of one micro-batch, shape (micro_batch, window + 1), int64.
 
         Args:
-            step: optimizer step, from 0.
-            micro_step: micro-batch of that step, from 0 to ``accumulation - 1``.
-            rank: data-parallel rank.
+            step: Optimizer step, from 0.
+            micro_step: Micro-batch of that step, from 0 to ``accumulation - 1``.
+            rank: Data-parallel rank.
         """
         first = (micro_step * self.world_size + rank) * self.micro_batch
         return _windows(self.tokens, self.positions(step)[first : first + self.micro_batch], self.window)
@@ -72,24 +72,24 @@ class WindowSampler:
 def validation_batches(
     tokens: np.ndarray[Any, Any], window: int, samples: int, batch: int, rank: int, world_size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's share of a fixed set of evenly spaced windows.
+    """Yield this rank's share of a fixed set of evenly spaced windows.
 
-    Every rank gets the same number of batches of the same shapes, because a forward pass may hold collectives
-    (ZeRO-3). Where the windows do not divide evenly, the last one is repeated with weight 0.
+    All ranks get equally many batches of equal shapes, because a forward pass may have collectives (ZeRO-3). If the
+    windows do not divide evenly, the last one is repeated with weight 0.
 
     Args:
-        tokens: token ids, one-dimensional.
-        window: tokens a sample predicts.
-        samples: windows over all ranks; fewer if the stream has no room for that many without overlap.
-        batch: largest number of windows per batch.
-        rank: this rank.
-        world_size: number of ranks.
+        tokens: Token ids, one-dimensional.
+        window: Tokens that a sample predicts.
+        samples: Windows over all ranks; fewer if the stream has no room for so many without overlap.
+        batch: Largest number of windows per batch.
+        rank: Number of this rank.
+        world_size: Number of ranks.
 
     Yields:
         Tokens of shape (at most batch, window + 1), int64, and the weight of each window, 1 or 0.
 
     Raises:
-        ValueError: if the stream is shorter than one window.
+        ValueError: The stream is shorter than one window.
     """
     _check_window(tokens, window)
     last = len(tokens) - window - 1

@@ -1,4 +1,4 @@
-"""Two ranks follow trajectories that one process has recorded: does this environment compute, send and cut rightly?
+"""Two ranks follow trajectories that one process has recorded, if this environment computes, sends and cuts rightly.
 
 The tests of rankwise hold one process to the published implementations; this holds the ranks of this machine to one
 process. Gradients are closed formulas, so that nothing depends on generators of random numbers or on other machines.
@@ -28,7 +28,7 @@ RECORDED = Path(__file__).parent / "recorded" / "trajectories.json"
 STEPS = 4
 TOKENS = 8
 TOLERANCE = 1e-8
-"""Relative tolerance of float64 results, over the largest change of a parameter: only sums' order differs."""
+"""Relative tolerance of float64 results, over the largest change of a parameter, as only the order of sums differs."""
 
 _EXACT: dict[str, Any] = {"weight_decay": 0.1}
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -55,7 +55,7 @@ class _Model(nn.Module):
 
 
 def _wave(shape: torch.Size | tuple[int, ...], phase: float) -> Tensor:
-    """Numbers between -1 and 1 without a pattern that a matrix would reflect."""
+    """Return numbers between -1 and 1 without a pattern that a matrix would reflect."""
     places = torch.arange(math.prod(shape), dtype=torch.float64)
     return torch.sin(places * (1 + 0.37 * phase) + 0.01 * places.square() + phase).view(shape)
 
@@ -79,26 +79,26 @@ class _Shard(LayoutSource):
         self.tensor.copy_(self.mine([parameter.detach() for parameter in model.parameters()]))
 
     def contents(self, tensor: Tensor) -> TensorContents:
-        """See the base class."""
+        """Return this rank's share, whatever the tensor."""
         return self._contents
 
     def mine(self, values: list[Tensor]) -> Tensor:
-        """This rank's share of values of all parameters, padded."""
+        """Return this rank's share of values of all parameters, padded."""
         flat = torch.cat([value.reshape(-1) for value in values])
         part = flat[self.rank * self.share : (self.rank + 1) * self.share]
         return torch.cat([part, part.new_zeros(self.share - len(part))])
 
 
 def trajectory(name: str, rank: int = 0, world: int = 1) -> list[float]:
-    """The weights after the last step, of all ranks; a collective.
+    """Return all ranks' weights after the last step; a collective.
 
     Args:
         name: Name of the optimizer, a key of :data:`OPTIONS`.
-        rank: This process's.
+        rank: Rank of this process.
         world: Number of ranks.
     """
-    model, known = _Model(), BY_NAME[name]
-    optimizer = known.optimizer(model.named_parameters(), **{**known.preset, **OPTIONS[name]})  # type: ignore[arg-type]
+    model, named = _Model(), BY_NAME[name]
+    optimizer = named.optimizer(model.named_parameters(), **{**named.preset, **OPTIONS[name]})  # type: ignore[arg-type]
     optimizer.capture(model)
     shard = _Shard(model, rank, world)
     optimizer.param_groups[0]["params"] = [shard.tensor]
@@ -122,7 +122,7 @@ def trajectory(name: str, rank: int = 0, world: int = 1) -> list[float]:
 
 
 def _signals(model: _Model, step: int) -> Iterator[tuple[Tensor, Tensor, nn.Linear, int]]:
-    """Inputs and output gradients of each layer, and the place of its weight among the parameters."""
+    """Yield inputs and output gradients of each layer, and the place of its weight among the parameters."""
     places = {name: index for index, (name, _) in enumerate(model.named_parameters())}
     for name, layer in (("up", model.up), ("down", model.down)):
         phase = step + 0.5 * places[f"{name}.weight"]
@@ -131,20 +131,20 @@ def _signals(model: _Model, step: int) -> Iterator[tuple[Tensor, Tensor, nn.Line
 
 
 def record() -> dict[str, list[float]]:
-    """What :data:`RECORDED` holds: every trajectory's end in one process, and under "" the weights at the start."""
+    """Return the content of :data:`RECORDED`: trajectories' ends in one process, and under "" the first weights."""
     start = torch.cat([parameter.detach().reshape(-1) for parameter in _Model().parameters()]).tolist()
     return {"": start, **{name: trajectory(name) for name in OPTIONS}}
 
 
 def differences(found: Mapping[str, list[float]]) -> dict[str, float]:
-    """For each optimizer, how far its weights are from the recorded ones, relative to the largest recorded change."""
+    """Return each optimizer's largest distance from the recorded weights, relative to the largest recorded change."""
     recorded = {name: torch.tensor(values, dtype=torch.float64) for name, values in _recorded().items()}
     start = recorded.pop("")
     far = {}
     for name, values in recorded.items():
-        there = torch.tensor(found.get(name, []), dtype=torch.float64)
-        whole = there.shape == values.shape
-        far[name] = float((there - values).abs().max() / (values - start).abs().max()) if whole else math.inf
+        weights = torch.tensor(found.get(name, []), dtype=torch.float64)
+        whole = weights.shape == values.shape
+        far[name] = float((weights - values).abs().max() / (values - start).abs().max()) if whole else math.inf
     return far
 
 
@@ -154,14 +154,14 @@ def _recorded() -> dict[str, list[float]]:
 
 
 def _main(target: Path) -> None:
-    """One rank of the self-test; the first writes what all have."""
+    """Run one rank of the self-test; the first rank writes the weights of all."""
     dist.init_process_group("gloo")
-    found = {name: trajectory(name, dist.get_rank(), dist.get_world_size()) for name in OPTIONS}
+    weights = {name: trajectory(name, dist.get_rank(), dist.get_world_size()) for name in OPTIONS}
     if dist.get_rank() == 0:
-        target.write_text(json.dumps(found), encoding="utf-8")
+        target.write_text(json.dumps(weights), encoding="utf-8")
     leave_groups()
 
 
 if __name__ == "__main__":
-    # As a module of its package, so that classes have one identity.
+    # It is imported as a module of its package, so that classes have one identity.
     importlib.import_module("rankwise.launch.self_test")._main(Path(sys.argv[1]))

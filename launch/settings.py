@@ -1,4 +1,4 @@
-"""Everything that decides a pretraining run: the options of ``rankwise train``, and a JSON file next to its results."""
+"""The options of ``rankwise train``, and a JSON file next to its results, decide a pretraining run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Config", "Form", "Framework", "Place", "Ranks", "Settings"]
 
 Framework = Literal["deepspeed", "megatron"]
 Form = Literal["deepspeed", "megatron", "torch"]
-"""Whose checkpoint it is."""
+"""The framework of a checkpoint."""
 
 _WHERE, _RUN, _SHAPE, _TEXT = "Ranks", "The run", "The model", "Text and results"
 Ranks = Annotated[int | None, typer.Option(metavar="N", help="Processes; by default one per GPU, or two.")]
@@ -31,37 +31,37 @@ def _text(help: str, panel: str | None = None, metavar: str | None = None, defau
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What was typed, and with the last three one pretraining run of it.
+    """The typed options, and with the last three attributes one pretraining run.
 
     Attributes:
-        optimizer: types, each perhaps several separated by commas.
-        config: file of the DeepSpeed configuration.
+        optimizer: Types; each entry may have several, separated by commas.
+        config: File of the DeepSpeed configuration.
         framework: ``"deepspeed"`` or ``"megatron"``.
-        stage: ZeRO's; None: the configuration's.
-        tensor_parallel: ranks each matrix is cut over; Megatron's alone.
-        ranks: processes; None: one per GPU, or two.
+        stage: ZeRO stage; None: the configuration's.
+        tensor_parallel: Number of ranks that each matrix is cut over, under Megatron only.
+        ranks: Number of processes; None: one per GPU, or two.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
-        steps: optimizer steps.
-        warmup: share of the steps in which the learning rate rises from 0.
-        lr: peak learning rate; None: the configuration's.
-        data: text file or folder; None for the Python standard library's sources.
+        steps: Number of optimizer steps.
+        warmup: Share of the steps in which the learning rate rises from 0.
+        lr: Peak learning rate; None: the configuration's.
+        data: Text file or folder; None for the Python standard library's sources.
         tokenizer: ``"bytes"`` or a Hugging Face tokenizer.
         model: ``"gpt2"`` or ``"llama"``.
-        layers: transformer blocks.
-        hidden: width of the residual stream.
-        heads: attention heads.
-        seq_len: tokens per sample.
-        micro_batch: samples per forward pass and rank; None: the configuration's.
-        accumulation: micro-batches per step; None: the configuration's.
-        validation_interval: steps between two validations; the last step always has one.
-        validation_samples: windows per validation, over all ranks.
-        seed: initialisation and sample order.
-        output: folder for metrics and summary.
-        cache: folder of the token files.
-        final_lr: share of the peak learning rate the cosine ends at.
-        label: name of the run in the table and the plot.
-        deepspeed: the DeepSpeed configuration, passed on as it is. Under Megatron, where optimizer, batch sizes and
-            clipping come from.
+        layers: Number of transformer blocks.
+        hidden: Width of the residual stream.
+        heads: Number of attention heads.
+        seq_len: Tokens per sample.
+        micro_batch: Samples per forward pass and rank; None: the configuration's.
+        accumulation: Micro-batches per step; None: the configuration's.
+        validation_interval: Steps between two validations; the last step always has one.
+        validation_samples: Windows per validation, over all ranks.
+        seed: Decides initialisation and sample order.
+        output: Folder for metrics and summary.
+        cache: Folder of the token files.
+        final_lr: Share of the peak learning rate that the cosine ends at.
+        label: Name of the run in the table and the plot.
+        deepspeed: The DeepSpeed configuration, which is passed on unchanged. Under Megatron, optimizer, batch sizes and
+            clipping come from it.
     """
 
     optimizer: Annotated[list[str] | None, _text("Types, separated by commas, or 'all'.", default="adamw, mars-m")] = (
@@ -99,10 +99,10 @@ class Settings:
     deepspeed: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Checks what depends on more than one, and what no option has checked.
+        """Check what depends on more than one option, and what no option has checked.
 
         Raises:
-            ValueError: if one is out of range.
+            ValueError: A value is out of range.
         """
         counts = "layers hidden heads seq_len steps validation_interval validation_samples tensor_parallel"
         for name in counts.split():
@@ -119,7 +119,7 @@ class Settings:
             raise ValueError(f"seed is {self.seed}: it must not be negative")
 
     def write(self) -> Path:
-        """Writes ``settings.json`` into the output folder and returns its path."""
+        """Write ``settings.json`` into the output folder, and return its path."""
         path = self.output / "settings.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=2, default=str), encoding="utf-8")
@@ -127,7 +127,7 @@ class Settings:
 
     @classmethod
     def read(cls, path: Path) -> Settings:
-        """The settings of a file written by :meth:`write`."""
+        """Return the settings of a file that :meth:`write` has written."""
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         given = [name for name in ("config", "data", "output", "cache") if values[name] is not None]
         return cls(**{**values, **{name: Path(values[name]) for name in given}})

@@ -1,6 +1,6 @@
-"""Runs an unedited DeepSpeed script with our optimizers registered.
+"""This module runs an unedited DeepSpeed script with our optimizers registered.
 
-For launchers that start modules: ``deepspeed --module rankwise.launch.shim train.py ...``,
+It is for launchers that start modules: ``deepspeed --module rankwise.launch.shim train.py ...``,
 ``torchrun -m rankwise.launch.shim train.py ...``, ``accelerate launch -m rankwise.launch.shim train.py ...``.
 """
 
@@ -22,18 +22,18 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def register() -> None:
-    """Registers our optimizer types with DeepSpeed, and avoids its compile at start-up where it cannot succeed."""
+    """Register our optimizer types with DeepSpeed, and avoid its compile at start-up where it cannot succeed."""
     prepare_shm_build()
     importlib.import_module("deepspeed_plugin")
 
 
 def run_script(script: Path, arguments: list[str], local_rank: int | None = None) -> None:
-    """Runs a script as ``python script arguments...`` would, after registering our optimizer types.
+    """Run a script as ``python script arguments...`` would, after registering our optimizer types.
 
     Args:
-        script: path of the user's script.
-        arguments: its arguments.
-        local_rank: the number a launcher put before the script's name; moved behind it, where scripts look for it.
+        script: Path of the user's script.
+        arguments: Arguments of the script.
+        local_rank: Number that a launcher put before the script's name; it moves behind it, where scripts look for it.
     """
     register()
     inserted = [] if local_rank is None else [f"--local_rank={local_rank}"]

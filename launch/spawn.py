@@ -1,4 +1,4 @@
-"""Starts one process per rank with torchrun, on a free port."""
+"""This module starts one process per rank with torchrun, on a free port."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from rankwise.launch.environment import rank_environment
 __all__ = ["choose_device", "exec_ranks", "print_ranks", "run_ranks", "started_ranks", "torchrun_command"]
 
 _GRACE_SECONDS = 40.0
-"""torchrun gives its ranks 30."""
+"""Seconds that torchrun may take to end; it gives its ranks 30."""
 _LAST_WORDS_SECONDS = 2.0
 
 
 def choose_device(device: str, ranks: int | None) -> tuple[bool, int]:
-    """Decides between CPU and GPU and how many ranks to start.
+    """Decide between CPU and GPU, and how many ranks to start.
 
     Args:
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
-        ranks: number of ranks, or None for one per GPU, two on a CPU.
+        ranks: Number of ranks, or None for one per GPU, two on a CPU.
 
     Returns:
         Whether to use the CPU, and the number of ranks.
 
     Raises:
-        ValueError: if there are fewer GPUs than ranks, or the number of ranks is not positive.
+        ValueError: There are fewer GPUs than ranks, or the number of ranks is not positive.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device is {device!r}: it must be 'auto', 'cpu' or 'cuda'")
@@ -53,13 +53,13 @@ def choose_device(device: str, ranks: int | None) -> tuple[bool, int]:
 def torchrun_command(
     module: str, arguments: list[str], ranks: int, launcher: str = "torch.distributed.run"
 ) -> list[str]:
-    """The command line that runs a module of :mod:`rankwise.launch` on every rank of this machine.
+    """Return the command line that runs a module of :mod:`rankwise.launch` on every rank of this machine.
 
     Args:
-        module: module name without its package, e.g. ``"pretrain"``.
-        arguments: arguments of the module.
-        ranks: number of processes.
-        launcher: module that starts them.
+        module: Module name without its package, e.g. ``"pretrain"``.
+        arguments: Arguments of the module.
+        ranks: Number of processes.
+        launcher: Module that starts the processes.
     """
     torchrun = [sys.executable, "-m", launcher, f"--nproc-per-node={ranks}"]
     # Port 0 lets the rendezvous take any free one; localhost needs no resolvable host name.
@@ -76,7 +76,7 @@ def _quiet_command(module: str, arguments: list[str], ranks: int) -> list[str]:
 
 
 def print_ranks(module: str, arguments: list[str], ranks: int, cpu: bool) -> None:
-    """What would be started, as a line for a shell: the variables that are not this process's own, and the command."""
+    """Print what would be started as a line for a shell: the command, and variables that differ from this process's."""
     environment = rank_environment(ranks, cpu)
     changed = {name: value for name, value in sorted(environment.items()) if os.environ.get(name) != value}
     variables = [f"{name}={shlex.quote(value)}" for name, value in changed.items()]
@@ -87,16 +87,16 @@ def print_ranks(module: str, arguments: list[str], ranks: int, cpu: bool) -> Non
 def started_ranks(
     module: str, arguments: list[str], ranks: int, environment: Mapping[str, str], **streams: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The launcher of a module on every rank, which is ended with its ranks when the block is left.
+    """Start the launcher of a module on every rank, and end it with its ranks when the context is left.
 
     Args:
-        module: module name without its package.
-        arguments: arguments of the module.
-        ranks: number of processes.
-        environment: of all of them.
-        streams: ``stdout`` and ``stderr`` of all of them.
+        module: Module name without its package.
+        arguments: Arguments of the module.
+        ranks: Number of processes.
+        environment: Environment of all processes.
+        streams: ``stdout`` and ``stderr`` of all processes.
     """
-    # In a session of its own: Ctrl-C reaches this process alone, which ends the launcher once.
+    # The launcher has a session of its own, so that Ctrl-C reaches this process alone, which ends the launcher once.
     command = _quiet_command(module, arguments, ranks)
     process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
     try:
@@ -111,25 +111,25 @@ def started_ranks(
 
 
 def run_ranks(module: str, arguments: list[str], ranks: int, cpu: bool) -> int:
-    """Runs a module on every rank and waits for it; ends the ranks when this process is interrupted.
+    """Run a module on every rank and wait for it; end the ranks when this process is interrupted.
 
     Returns:
         The launcher's exit status: 0 if every rank succeeded.
 
     Raises:
-        BrokenPipeError: nobody reads stdout any more.
+        BrokenPipeError: Nobody reads stdout any more.
     """
     environment = rank_environment(ranks, cpu)
     if sys.stdout.isatty():
         with started_ranks(module, arguments, ranks, environment) as process:
             return process.wait()
-    # Through this process, so that it is not a rank that fails where nobody reads any more.
+    # Output goes through this process, so that no rank fails if nobody reads any more.
     failed: list[OSError] = []
     with started_ranks(module, arguments, ranks, environment, stdout=subprocess.PIPE) as process:
         relay = threading.Thread(target=_relay, args=(process, failed), daemon=True)
         relay.start()
         status = process.wait()
-        relay.join(_LAST_WORDS_SECONDS)  # not longer: a process that a rank has left behind may keep the pipe open
+        relay.join(_LAST_WORDS_SECONDS)  # a process that a rank has left behind may keep the pipe open for ever
     if failed:
         raise failed[0]
     return status
@@ -147,7 +147,7 @@ def _relay(process: subprocess.Popen[bytes], failed: list[OSError]) -> None:
 
 
 def exec_ranks(module: str, arguments: list[str], ranks: int, cpu: bool) -> NoReturn:
-    """Replaces this process by the launcher, so that signals and the exit status are the launcher's own."""
+    """Replace this process by the launcher, so that signals and the exit status are the launcher's own."""
     command = _quiet_command(module, arguments, ranks)
     sys.stdout.flush()
     sys.stderr.flush()

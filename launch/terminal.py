@@ -1,4 +1,4 @@
-"""What the commands say: to people on a terminal, to programs as JSON, and on stderr what went wrong."""
+"""Commands talk to people on a terminal, to programs as JSON, and say on stderr what went wrong."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ console = Console()
 
 
 def say(text: str) -> None:
-    """A line for people as it is: paths and names in it are neither styled, nor broken at the terminal's edge."""
+    """Print a line for people, in which paths and names are neither styled nor broken at the terminal's edge."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def complain(text: str) -> None:
-    """A line on stderr."""
+    """Print a line on stderr."""
     Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True, style="red")
 
 
 def tell_programs(content: Any) -> None:
-    """JSON on stdout; null for what is no finite number, which JSON has no word for."""
+    """Print JSON on stdout, with null for numbers that are not finite, which JSON does not have."""
     typer.echo(json.dumps(_finite(content), indent=1, allow_nan=False))
 
 

@@ -1,4 +1,4 @@
-"""torchrun, but that a signal ends it without a traceback: with 128 plus the signal's number, its ranks ended."""
+"""This is torchrun, but a signal ends it and its ranks without a traceback, with 128 plus the signal's number."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Runs torchrun with this process's arguments."""
+    """Run torchrun with this process's arguments."""
     run = importlib.import_module("torch.distributed.run")
     signalled = importlib.import_module("torch.distributed.elastic.multiprocessing.api").SignalException
-    # That it ends its ranks; that one of them has failed is an error.
+    # Its warnings say that it ends its ranks; the failure of a rank is an error.
     logging.disable(logging.WARNING)
     try:
         run.main()

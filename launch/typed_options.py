@@ -1,4 +1,4 @@
-"""Commands whose options are the fields of dataclasses: what was typed is one object for all that follows."""
+"""Fields of dataclasses become options of commands, so that what was typed is one object."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["bad_usage", "count", "share", "takes_dataclasses"]
 
 
 def count(help: str, panel: str | None = None, *names: str, least: int = 1, most: int | None = None) -> Any:
-    """The option of a whole number.
+    """Return the option of a whole number.
 
     Args:
-        help: Its text.
+        help: Text of the option.
         panel: Panel of the command's help.
-        names: Names on the command line, if other than the field's.
-        least: Least value that is taken.
-        most: Largest value that is taken.
+        names: Names on the command line, if they differ from the field's.
+        least: Least valid value.
+        most: Largest valid value.
     """
     return typer.Option(*names, min=least, max=most, metavar="N", help=help, rich_help_panel=panel)
 
@@ -29,16 +29,16 @@ def count(help: str, panel: str | None = None, *names: str, least: int = 1, most
 def share(
     help: str, panel: str | None = None, *names: str, least: float | None = None, most: float | None = None
 ) -> Any:
-    """The option of a number with a point; see :func:`count`."""
+    """Return the option of a number with a point, with the arguments of :func:`count`."""
     return typer.Option(*names, min=least, max=most, metavar="X", help=help, rich_help_panel=panel)
 
 
 @contextmanager
 def bad_usage(*errors: type[Exception]) -> Iterator[None]:
-    """Within, an error is the user's: a line on stderr, and status 2.
+    """Treat an error inside the context as the user's: print a line on stderr, and end with status 2.
 
     Args:
-        errors: Beside ValueError.
+        errors: Types of such errors beside ValueError.
     """
     refused: tuple[type[Exception], ...] = (ValueError, *errors)
     try:
@@ -48,10 +48,10 @@ def bad_usage(*errors: type[Exception]) -> Iterator[None]:
 
 
 def takes_dataclasses(command: Callable[..., None]) -> Callable[..., None]:
-    """A command for typer in which each parameter that is a dataclass has become options.
+    """Return a command for typer in which the fields of each dataclass parameter are options.
 
-    A field is one if its annotation says so, ``layers: Annotated[int, count("Blocks.")] = 4``. What is not given is
-    left to its ``default_factory``, if it has one. A ValueError of ``__post_init__`` is bad usage.
+    A field is an option if its annotation says so, ``layers: Annotated[int, count("Blocks.")] = 4``. If it is not
+    given, its ``default_factory``, if there is one, makes the value. A ValueError of ``__post_init__`` is bad usage.
     """
     parameters: list[Parameter] = []
     groups: dict[str, tuple[Any, dict[str, Any]]] = {}
@@ -61,16 +61,16 @@ def takes_dataclasses(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
             continue
         hints = get_type_hints(kind, include_extras=True)
-        own = {field.name: field for field in fields(kind) if hasattr(hints[field.name], "__metadata__")}
-        groups[parameter.name] = kind, own
-        for name, field in own.items():
+        options = {field.name: field for field in fields(kind) if hasattr(hints[field.name], "__metadata__")}
+        groups[parameter.name] = kind, options
+        for name, field in options.items():
             default = None if field.default is MISSING else field.default
             parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[name]))
 
     def call(**given: Any) -> None:
-        for argument, (kind, own) in groups.items():
-            values = {name: given.pop(name) for name in own}
-            said = {name: value for name, value in values.items() if value is not None or own[name].default is None}
+        for argument, (kind, options) in groups.items():
+            values = {name: given.pop(name) for name in options}
+            said = {name: value for name, value in values.items() if value is not None or options[name].default is None}
             with bad_usage():
                 given[argument] = kind(**said)
         command(**given)

@@ -1,6 +1,6 @@
-"""rankwise under Megatron: :func:`apply` makes its optimizers valid ``--optimizer`` names.
+"""Under Megatron, :func:`apply` makes rankwise's optimizers valid ``--optimizer`` names.
 
-Importing this package changes nothing and imports nothing of Megatron. A training loop of one's own may do without
+Importing this package changes nothing and imports nothing of Megatron. A user's own training loop may do without
 :func:`apply` and call this package's ``get_megatron_optimizer`` in place of Megatron's.
 """
 

@@ -1,4 +1,4 @@
-"""Where the checkpoints of Megatron's own optimizers keep a parameter's states, and how a rank asks for its part."""
+"""This module finds a parameter's states in checkpoints of Megatron's own optimizers, and asks for a rank's part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_patches.records import nested
 __all__ = ["WEIGHT", "AskedState", "BucketPlaces", "NamedPlaces", "Stored", "stored_step"]
 
 WEIGHT = "weight"
-"""The full-precision weight, among the names of moments."""
+"""Name of the full-precision weight among the names of moments."""
 _NAMES = {
     WEIGHT: ("fp32_param", "param"),
     "exp_avg": ("exp_avg",),
@@ -31,17 +31,17 @@ _NAMES = {
 _MUON = "momentum_buffer"
 _STATE = "optimizer.state."
 _BUCKETS = "optimizer.distributed."
-# Of several optimizers, in some of Megatron's formats.
+# Some of Megatron's formats put the number of an optimizer before keys if there are several.
 _CHAINED = re.compile(r"^chained_\d+\.")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint that none of ours wrote.
+    """A checkpoint that another optimizer wrote.
 
     Attributes:
-        entries: Its sharded tensors by key, without values, and its sharded objects.
-        common: What all ranks share of it.
+        entries: Sharded tensors by key, without values, and sharded objects.
+        common: The part of the checkpoint that all ranks share.
     """
 
     entries: Mapping[str, Any]
@@ -49,41 +49,41 @@ class Stored:
 
     @cached_property
     def plain(self) -> dict[str, str]:
-        """Keys by what is left of them without the number of an optimizer, where that tells them apart."""
-        found: dict[str, str | None] = {}
+        """Keys by their names without the number of an optimizer, if these names differ."""
+        keys: dict[str, str | None] = {}
         for key in self.entries:
             short = _CHAINED.sub("", key)
-            found[short] = None if short in found else key
-        return {short: key for short, key in found.items() if key is not None}
+            keys[short] = None if short in keys else key
+        return {short: key for short, key in keys.items() if key is not None}
 
     @property
     def has_states(self) -> bool:
-        """Whether there are an optimizer's."""
+        """Whether the checkpoint has states of an optimizer."""
         return any(_CHAINED.sub("", key).startswith((_STATE, _BUCKETS)) for key in self.entries)
 
     @property
     def in_buckets(self) -> bool:
-        """Whether a distributed optimizer wrote its buffers as they lay, without the parameters' names."""
+        """Whether a distributed optimizer wrote whole buffers, without the parameters' names."""
         return any(_CHAINED.sub("", key).startswith(_BUCKETS) for key in self.entries)
 
     @cached_property
     def names(self) -> dict[str, tuple[str, ...]]:
-        """What the states are called there. Muon's momentum is an average, as Adam's first; that of SGD is a sum."""
+        """Names of the states there. Muon's momentum is an average, as Adam's first moment; that of SGD is a sum."""
         is_muon = any(map(_is_muon, _groups(self.common)))
         return {**_NAMES, "exp_avg": ("exp_avg", _MUON)} if is_muon else _NAMES
 
 
 def _is_muon(group: Mapping[str, Any]) -> bool:
-    """Whether a group is Muon's, whose coefficient has had two names; SGD has the second too, beside its dampening."""
+    """Whether a group is Muon's, whose coefficient has had two names; SGD has the second, too, beside dampening."""
     return "momentum_beta" in group or ("momentum" in group and "dampening" not in group)
 
 
 class AskedState(NamedTuple):
-    """Where a state will lie once it is read.
+    """A state that is asked for, with the place of its values once they are read.
 
     Attributes:
-        request: Megatron's sharded tensor, or what it makes several of.
-        run: Run of it, flattened, the elements that this rank's optimizer holds.
+        request: Megatron's sharded tensor, or the factory of several.
+        run: Elements of the flattened tensor that this rank's optimizer holds.
     """
 
     request: Any
@@ -98,7 +98,7 @@ def _groups(common: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def stored_step(*states: Any) -> int:
-    """The largest count of steps anywhere in what all ranks share of an optimizer.
+    """Return the largest count of steps anywhere in what all ranks share of an optimizer.
 
     Args:
         states: Nested dictionaries.
@@ -112,33 +112,33 @@ def stored_step(*states: Any) -> int:
 
 
 class NamedPlaces:
-    """States in the shape of the model's tensors, under their names: whole ones of this rank's tensor-parallel shard.
+    """States under the names of the model's tensors, and in the shapes of this rank's tensor-parallel shards.
 
     Args:
-        wrapper: One of ours.
-        model_state: The model's sharded state, of the checkpoint's layout.
+        wrapper: Wrapper of our optimizer.
+        model_state: The model's sharded state, in the checkpoint's layout.
         stored: The checkpoint.
         dealt: Whether every data-parallel rank was given whole parameters of its own.
     """
 
     further: Mapping[str, ShardedObject] = {}
-    """What else is to be read."""
+    """Objects to be read beside the states."""
 
     def __init__(self, wrapper: MegatronOptimizer, model_state: Any, stored: Stored, dealt: bool) -> None:
         self._stored, self._dealt = stored, dealt
         sharded, _ = extract_sharded_tensors_and_factories(model_state)
         self._sharded = {id(entry.data): entry for entry in nested_values(sharded)}
         buffers = wrapper.buffers if isinstance(wrapper, DistributedOptimizer) else ()
-        # As Megatron's: of copies, the first rank's counts as the one that reads, whether it holds a part or not.
+        # As in Megatron, the first rank reads for all copies, whether it holds a part or not.
         self.parameters: list[Parameter] = [p for buffer in buffers for p in buffer.param_index_map]
 
     def ask(self, parameter: Parameter, state: str, held: slice) -> AskedState | None:
-        """A state of one parameter; None if the checkpoint has none that fits.
+        """Ask for a state of a parameter; None if the checkpoint has none that fits.
 
         Args:
-            parameter: The model's.
+            parameter: Parameter of the model.
             state: :data:`WEIGHT` or a moment's name.
-            held: Held of the parameter, flattened, what the optimizer holds.
+            held: Elements of the flattened parameter that the optimizer holds.
         """
         entry = self._sharded.get(id(parameter))
         if entry is None:
@@ -151,14 +151,14 @@ class NamedPlaces:
 
     def _request(self, entry: Any, parameter: Parameter, short: str) -> Any:
         is_factory = isinstance(entry, ShardedTensorFactory)
-        # What a factory makes may have longer keys.
-        known = (short, *(() if not is_factory else (plain for plain in self._stored.plain if plain.startswith(short))))
-        found = [self._stored.plain[plain] for plain in known if plain in self._stored.plain]
-        if not found:
+        # The tensors of a factory may have longer keys.
+        names = (short, *(() if not is_factory else (plain for plain in self._stored.plain if plain.startswith(short))))
+        keys = [self._stored.plain[plain] for plain in names if plain in self._stored.plain]
+        if not keys:
             return None
-        prefix = _CHAINED.match(found[0])
+        prefix = _CHAINED.match(keys[0])
         key = (prefix.group() if prefix else "") + short
-        dtype = self._stored.entries[found[0]].dtype
+        dtype = self._stored.entries[keys[0]].dtype
         room = torch.empty(parameter.shape, dtype=dtype, device="cpu")
         given: dict[str, Any] = {"key": key, "data": room}
         if self._dealt:
@@ -168,19 +168,19 @@ class NamedPlaces:
         return request if all(map(self._fits, pieces)) else None
 
     def _fits(self, piece: ShardedTensor) -> bool:
-        there = self._stored.entries.get(piece.key)
-        if there is None:
+        stored = self._stored.entries.get(piece.key)
+        if stored is None:
             return False
-        return bool(piece.allow_shape_mismatch or tuple(there.global_shape) == tuple(piece.global_shape))
+        return bool(piece.allow_shape_mismatch or tuple(stored.global_shape) == tuple(piece.global_shape))
 
 
 class BucketPlaces:
-    """States in the buffers of Megatron's distributed optimizer, which this run has alike on its ranks' shards.
+    """States in the buffers of Megatron's distributed optimizer, whose layout this run must share.
 
-    No names are stored there: what is read is to be compared with the weights that are.
+    The buffers have no names, so that the weights in them must be compared with the model's.
 
     Args:
-        wrapper: One of ours, distributed.
+        wrapper: Distributed wrapper of our optimizer.
         stored: The checkpoint.
         position: Position of the wrapper among several; None if there is one.
     """
@@ -197,13 +197,13 @@ class BucketPlaces:
         for gbuf, ranges in enumerate(wrapper.gbuf_ranges):
             for dtype, buckets in ranges.items():
                 for index, bucket in enumerate(buckets):
-                    own = wrapper.buffers[gbuf].buckets[index]
-                    first = rank * (own.grad_data.numel() // ranks)
+                    local_bucket = wrapper.buffers[gbuf].buckets[index]
+                    first = rank * (local_bucket.grad_data.numel() // ranks)
                     key = f"{self._base}.gbuf_idx_{gbuf}.dtype_{dtype}.bucket_idx_{index}"
                     for parameter, places in bucket["param_map"].items():
                         local = places["gbuf_local"]
                         size = local.end - local.start
-                        self._runs[id(parameter)] = (key, own.numel_unpadded, first + local.start, size)
+                        self._runs[id(parameter)] = (key, local_bucket.numel_unpadded, first + local.start, size)
         wanted = ("optimizer", *(("grad_scaler",) if getattr(wrapper, "grad_scaler", None) else ()))
         objects = {name: self._object(f"{self._base}.{name}", rank) for name in wanted}
         self.further = {name: entry for name, entry in objects.items() if entry.unique_key in stored.entries}
@@ -212,15 +212,15 @@ class BucketPlaces:
         return ShardedObject(key, None, (1,), (0,), replica_id=(self._instance, 0, rank))
 
     def ask(self, parameter: Parameter, state: str, held: slice) -> AskedState | None:
-        """See :meth:`NamedPlaces.ask`."""
+        """Ask for a state of a parameter, as :meth:`NamedPlaces.ask` does."""
         if id(parameter) not in self._runs:
             return None
         base, numel, start, size = self._runs[id(parameter)]
         key = f"{base}.{'param' if state == WEIGHT else state}"
-        there = self._stored.entries.get(key)
-        if there is None or tuple(there.global_shape) != (numel,) or size != held.stop - held.start:
+        entry = self._stored.entries.get(key)
+        if entry is None or tuple(entry.global_shape) != (numel,) or size != held.stop - held.start:
             return None
-        data = torch.empty(size, dtype=there.dtype, device="cpu")
+        data = torch.empty(size, dtype=entry.dtype, device="cpu")
         request = ShardedTensor(
             key=key,
             data=data,

@@ -1,4 +1,4 @@
-"""Tells NVIDIA's apex, which Megatron can use, from an unrelated PyPI package of that name. Neither is needed."""
+"""This module tells NVIDIA's apex, which Megatron can use, from an unrelated PyPI package. Neither is needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Apex", "detect_apex"]
 
 
 class Apex(NamedTuple):
-    """What is installed under the name ``apex``.
+    """The package that is installed under the name ``apex``.
 
     Attributes:
         kind: ``"absent"``; ``"nvidia"`` with compiled kernels; ``"nvidia-python-only"`` without them; ``"other"`` for a
@@ -47,7 +47,7 @@ def detect_apex() -> Apex:
         return _ABSENT
     try:
         optimizers = importlib.import_module("apex.optimizers")
-    except Exception:  # An unrelated package may raise anything while it is imported.
+    except Exception:  # An unrelated package may raise any error while it is imported.
         return _OTHER
     if not hasattr(optimizers, "FusedAdam"):
         return _OTHER

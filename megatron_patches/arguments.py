@@ -1,4 +1,4 @@
-"""Command-line flags of our optimizers in Megatron's own parser, made from the option classes."""
+"""Our optimizers' options become flags of Megatron's own parser."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["OptionFlag", "add_flags", "flags", "given_options"]
 LAYER_WISE = "--rankwise-layer-wise"
 LOG_NORMS = "--rankwise-log-norms"
 _STOCK_NAME = "adam"
-# How the names of arguments begin that Megatron's own optimizers read and ours do not.
+# Arguments whose names begin so are read by Megatron's own optimizers, and not by ours.
 _UNREAD = ("adam_", "sgd_", "muon_", "lion_", "soap_", "adaptive_muon_")
 
 
@@ -29,9 +29,9 @@ class OptionFlag(NamedTuple):
     """One option on the command line.
 
     Attributes:
-        option: As it is typed, ``--mars-gamma``.
-        known: What the optimizer's class says of it.
-        names: The ``--optimizer`` names that know it.
+        option: Flag as it is typed, ``--mars-gamma``.
+        known: Declaration of the option in its class.
+        names: The ``--optimizer`` names that have the option.
     """
 
     option: str
@@ -45,33 +45,33 @@ class OptionFlag(NamedTuple):
 
     @property
     def default(self) -> Any:
-        """Value of an option that is not given."""
+        """Value of the option if it is not given."""
         return self.known.default
 
     @property
     def help(self) -> str:
-        """What it does, its values and its default."""
+        """Text that says what the option does, its values and its default."""
         values = self.known.check.range
         return f"{self.known.text} {values[:1].upper()}{values[1:]}. Default: {_shown(self.default)}."
 
     @property
     def dest(self) -> str:
-        """Attribute of Megatron's ``args``; there only if the flag was given."""
+        """Attribute of Megatron's ``args``, which exists only if the flag was given."""
         return self.option.removeprefix("--").replace("-", "_")
 
 
 def flags() -> tuple[OptionFlag, ...]:
-    """Every option of every optimizer, prefixed with the name of its class."""
+    """Return every option of every optimizer, prefixed with the name of its class."""
     classes = dict.fromkeys(named.optimizer for named in NAMES.values())
     return tuple(flag for cls in classes for flag in _flags_of(cls))
 
 
 def given_options(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """The options of an optimizer that were on the command line, by keyword.
+    """Return the options of an optimizer that were on the command line, by keyword.
 
     Args:
-        args: What the parser returned.
-        name: The optimizer.
+        args: Result of the parser.
+        name: Name of the optimizer.
     """
     return {
         flag.key: _as_option(flag, getattr(args, flag.dest))
@@ -81,7 +81,7 @@ def given_options(args: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Let a parser with Megatron's arguments know our optimizers.
+    """Add our optimizers and their flags to a parser with Megatron's arguments.
 
     After parsing, ``args.rankwise_optimizer`` holds one of our names or None. ``args.optimizer`` is then "adam", so
     that Megatron checks all other arguments as for the optimizer it supports best.
@@ -119,10 +119,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parse = parser.parse_known_args
 
     def parse_known_args(*args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
-        namespace, rest = parse(*args, **kwargs)
+        namespace, remaining = parse(*args, **kwargs)
         _refuse_taken(parser, namespace.optimizer, theirs)
         _settle(parser, namespace)
-        return namespace, rest
+        return namespace, remaining
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]
 
@@ -131,10 +131,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _refuse_taken(parser: argparse.ArgumentParser, name: str, theirs: Collection[str]) -> None:
-    """Refuse a registered name that means an optimizer of Megatron's, too."""
+    """Refuse a registered name that is also an optimizer of Megatron's."""
     if name in NAMES and name in theirs:
-        others = [other for other, named in NAMES.items() if named == NAMES[name] and other not in theirs]
-        fix = f"use --optimizer {others[0]}" if others else "register yours under another name"
+        free_names = [other for other, named in NAMES.items() if named == NAMES[name] and other not in theirs]
+        fix = f"use --optimizer {free_names[0]}" if free_names else "register yours under another name"
         parser.error(
             f"argument --optimizer: {name!r} is ambiguous: Megatron has an optimizer of this name, and "
             f"{NAMES[name].optimizer.__module__} has registered another; {fix}"
@@ -142,7 +142,7 @@ def _refuse_taken(parser: argparse.ArgumentParser, name: str, theirs: Collection
 
 
 def _settle(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Check our flags, and move our name to where Megatron does not look."""
+    """Check our flags, and move our name to an argument that Megatron does not read."""
     name = args.optimizer
     ours = name in NAMES
     for flag in flags():
@@ -168,10 +168,10 @@ def _settle(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 
 def _owners(flag: OptionFlag, name: str) -> str:
-    known = ", ".join(flag.names)
+    names = ", ".join(flag.names)
     if name in NAMES and NAMES[name][0] is NAMES[flag.names[0]][0]:
-        return f"that name fixes it; use --optimizer {known}"
-    return f"it belongs to --optimizer {known}"
+        return f"that name fixes it; use --optimizer {names}"
+    return f"it belongs to --optimizer {names}"
 
 
 def _check_values(parser: argparse.ArgumentParser, name: str, options: Mapping[str, Any]) -> None:
@@ -179,7 +179,7 @@ def _check_values(parser: argparse.ArgumentParser, name: str, options: Mapping[s
     try:
         resolve(name, options)
     except (OptionError, SupportError) as error:
-        # Those without any one of which it would do; what is wrong may be how they go together.
+        # Without any one of these the options are valid: options may be wrong in combination only.
         alone = [key for key in options if not _is_refused(name, {k: v for k, v in options.items() if k != key})]
         blamed = [typed[key] for key in alone or (key for key in options if f"{key}=" in str(error)) or options]
         parser.error(f"argument{'s' * (len(blamed) > 1)} {', '.join(blamed)}: {error}")
@@ -214,7 +214,7 @@ def _flags_of(cls: type[ShardedOptimizer]) -> Iterator[OptionFlag]:
 
 
 def _parsing(flag: OptionFlag) -> dict[str, Any]:
-    """How argparse is to read a flag."""
+    """Return how argparse must read a flag."""
     check = flag.known.check
     text = flag.help.replace("%", "%%")
     if check.kind is bool:
@@ -223,7 +223,7 @@ def _parsing(flag: OptionFlag) -> dict[str, Any]:
     parsing = {"type": _optional(check.kind) if check.optional else check.kind, "metavar": metavar, "help": text}
     if check.count is None:
         return parsing | {"nargs": "*"}
-    if check.count > 1:  # Or the one word "none".
+    if check.count > 1:  # A single word may be "none".
         return parsing | {"nargs": "+" if check.optional else check.count}
     return parsing
 
@@ -232,7 +232,7 @@ def _optional(kind: type) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         return None if text.lower() == "none" else kind(text)
 
-    read.__name__ = f"{kind.__name__} or none"  # argparse puts it into its message.
+    read.__name__ = f"{kind.__name__} or none"  # argparse puts this name into its message.
     return read
 
 

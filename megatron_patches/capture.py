@@ -1,7 +1,7 @@
-"""What Megatron's linear modules show MKOR of their layers, whatever tensor and sequence parallelism leave of them.
+"""This module describes Megatron's linear modules to MKOR, under any tensor and sequence parallelism.
 
-A rank sums up the features it holds, over all tokens; of what tensor-parallel ranks see alike, its share of the tokens.
-The sums over a pipeline stage are then those of one process.
+A rank sums the features that it holds over all tokens. If tensor-parallel ranks hold the same features, it sums its
+share of the tokens. The sums over a pipeline stage are then those of one process.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["linear_views"]
 
 
 def linear_views(parameters: Mapping[Parameter, ModelParameter]) -> Callable[[nn.Module], list[LinearView]]:
-    """What :class:`rankwise.statistics.hooks.Capture` asks of every module.
+    """Return the function by which :class:`rankwise.statistics.hooks.Capture` describes every module.
 
     Args:
         parameters: The model's parameters.
 
     Returns:
-        A function of a module: one view of each of its linear weights.
+        A function of a module that returns a view of each of its linear weights.
     """
     return lambda module: [
         _view(module, weight, index, parameters[weight]) for weight, index in _weights(module, parameters)
@@ -38,11 +38,11 @@ def linear_views(parameters: Mapping[Parameter, ModelParameter]) -> Callable[[nn
 def _weights(
     module: nn.Module, parameters: Mapping[Parameter, ModelParameter]
 ) -> Iterator[tuple[Parameter, int | None]]:
-    """The linear weights of a module, numbered where it has several."""
+    """Yield the linear weights of a module, numbered where it has several."""
     for name, parameter in module.named_parameters(recurse=False):
         index = name.removeprefix("weight")
-        known = parameters.get(parameter)
-        if known is None or known.info.role is not Role.LINEAR or len(known.local_shape) != 2:
+        facts = parameters.get(parameter)
+        if facts is None or facts.info.role is not Role.LINEAR or len(facts.local_shape) != 2:
             continue
         if name == "weight":
             yield parameter, None
@@ -51,9 +51,9 @@ def _weights(
 
 
 def _filled_up(module: nn.Module) -> bool:
-    """Whether Megatron adds rows of zeros to every expert's tokens, as products in few bits want.
+    """Whether Megatron adds rows of zeros to every expert's tokens, as products in few bits need.
 
-    They would count as tokens, as many as fall to each rank. MKOR leaves these experts to its first-order rule.
+    The rows would count as tokens, and their number depends on the rank. MKOR leaves such experts to its backend.
     """
     config = getattr(module, "config", None)
     return bool(getattr(config, "fp8", None) or getattr(config, "fp4", None))
@@ -62,24 +62,24 @@ def _filled_up(module: nn.Module) -> bool:
 def _view(module: nn.Module, weight: Parameter, index: int | None, known: ModelParameter) -> LinearView:
     outputs, inputs = known.info.shape
     bias = getattr(module, "bias" if index is None else f"bias{index}", None)
-    alike, ours = (known.rank, known.ways), (0, 1)
+    same_tokens, ours = (known.rank, known.ways), (0, 1)
     cut_tokens = _tokens_are_cut(module, weight, known)
-    whole = SummedPart(None, ours if cut_tokens else alike)
-    # A side that is cut was gathered before the multiplication, or comes out of it: its tokens are all there.
+    whole = SummedPart(None, ours if cut_tokens else same_tokens)
+    # A side that is cut by features has all tokens: they were gathered before the multiplication, or come out of it.
     rows, columns = _held(known)
     return LinearView(
         weight=weight,
         bias=bias if isinstance(bias, Parameter) and bias.numel() else None,
         shape=LinearShape(inputs, outputs),
-        inputs=whole if columns is None else SummedPart(columns, alike),
-        outputs=whole if rows is None else SummedPart(rows, alike),
+        inputs=whole if columns is None else SummedPart(columns, same_tokens),
+        outputs=whole if rows is None else SummedPart(rows, same_tokens),
         rows=None if index is None else partial(_rows_of_expert, index),
         prepare=partial(_normalized, module) if hasattr(module, "layer_norm_weight") else None,
     )
 
 
 def _held(known: ModelParameter) -> tuple[tuple[tuple[int, int], ...] | None, tuple[tuple[int, int], ...] | None]:
-    """The rows and the columns of the logical weight that this rank holds; None for all."""
+    """Return the rows and the columns of the logical weight that this rank holds; None for all."""
     if known.dim is None or known.ways == 1:
         return None, None
     slices = known.slices(0, known.local_shape[0] * known.local_shape[1], 0)
@@ -90,17 +90,17 @@ def _held(known: ModelParameter) -> tuple[tuple[tuple[int, int], ...] | None, tu
 
 
 def _tokens_are_cut(module: nn.Module, weight: Parameter, known: ModelParameter) -> bool:
-    """Whether the side of the module that is not cut by features shows this rank tokens of its own."""
+    """Whether this rank alone sees the tokens on the side of the module that is not cut by features."""
     if known.dim is None:
-        # Megatron sums the gradients of such weights over tensor-parallel ranks exactly if they carry this mark.
+        # Megatron sums the gradients of such weights over tensor-parallel ranks exactly if they have this mark.
         return bool(getattr(weight, "sequence_parallel", False))
-    # Tokens were sent to the experts' ranks, all of them to each tensor-parallel rank of an expert.
+    # Each tensor-parallel rank of an expert gets all tokens that are sent to the expert.
     inside_experts = known.expert or bool(getattr(module, "explicit_expert_comm", False))
     return bool(getattr(module, "sequence_parallel", False)) and not inside_experts
 
 
 def _rows_of_expert(index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> slice:
-    """The tokens of one expert in a grouped layer, called with all tokens and their numbers by expert."""
+    """Return the tokens of one expert in a grouped layer, which gets all tokens and their numbers by expert."""
     splits = args[1] if len(args) > 1 else kwargs["m_splits"]
     counts = [int(count) for count in splits]
     start = sum(counts[:index])
@@ -108,7 +108,7 @@ def _rows_of_expert(index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def _normalized(module: nn.Module, rows: Tensor) -> Tensor:
-    """What a layer with a norm inside multiplies: Transformer Engine's takes its input before the norm."""
+    """Return what a layer multiplies: the norm of its input, if it is Transformer Engine's with a norm inside."""
     module_any: Any = module
     gain = module_any.layer_norm_weight.detach().float()
     if getattr(module, "zero_centered_gamma", False):

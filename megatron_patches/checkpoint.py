@@ -1,7 +1,7 @@
-"""Optimizer states as Megatron's sharded tensors: by name and position in the unsharded parameter.
+"""Optimizer states become Megatron's sharded tensors, by name and position in the unsharded parameter.
 
-Every rank writes the pieces it holds, the first copy of those that several hold, and owners their matrix states; what
-is read back depends on names and positions alone, so that data-, tensor- and pipeline-parallel sizes may change.
+Every rank writes the pieces that it holds, but only the first rank a piece that several hold, and owners write matrix
+states. Loading depends on names and positions alone, so that data-, tensor- and pipeline-parallel sizes may change.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["explained_load", "load_sharded", "sharded_state"]
 
-# Megatron rounds their rows up to a multiple of the tensor-parallel size, as many as the vocabulary has or not.
+# Megatron rounds the rows of these weights up to a multiple of the tensor-parallel size.
 _PADDED = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 _OURS = "optimizer.rankwise"
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ Records = Sequence[Mapping[str, Any]]
 
 
 class _Piece(NamedTuple):
-    """A rectangle of a parameter (a run, where it is no matrix) with a view of the values this rank keeps of it."""
+    """A rectangle of a parameter (a run, if it is no matrix) with a view of this rank's values of it."""
 
     name: str
     values: Tensor
@@ -65,11 +65,11 @@ class _Piece(NamedTuple):
 
 
 def sharded_state(wrapper: MegatronOptimizer, is_loading: bool, model_state: Any) -> dict[str, Any]:
-    """What one wrapper contributes to a checkpoint, or asks of one.
+    """Return what one wrapper contributes to a checkpoint, or asks of one.
 
     Args:
-        wrapper: One of ours, with its layout.
-        is_loading: Whether the tensors are to be filled.
+        wrapper: Wrapper of our optimizer, with its layout.
+        is_loading: Whether a checkpoint will fill the tensors.
         model_state: The model's sharded state.
     """
     inner = wrapper.optimizer
@@ -108,7 +108,7 @@ def load_sharded(wrapper: MegatronOptimizer, state: Mapping[str, Any]) -> None:
     """Take over what a checkpoint filled into :func:`sharded_state`.
 
     Args:
-        wrapper: One of ours.
+        wrapper: Wrapper of our optimizer.
         state: The filled dictionary.
 
     Raises:
@@ -132,7 +132,7 @@ def load_sharded(wrapper: MegatronOptimizer, state: Mapping[str, Any]) -> None:
             piece.values.copy_(loaded.view_as(piece.values))
     matrices: dict[str, dict[str, Tensor]] = {}
     for key, values in owned_states(inner).items():
-        # What the checkpoint has of other logical matrices alone was not asked for.
+        # States that the checkpoint has of other logical matrices only were not asked for.
         filled = {name: state["matrices"].get(f"{key}/{name}") for name in values}
         matrices[key] = {
             name: value.reshape(values[name].shape).to(values[name])
@@ -146,15 +146,15 @@ def load_sharded(wrapper: MegatronOptimizer, state: Mapping[str, Any]) -> None:
 def explained_load(requested: Mapping[str, Any], folder: str) -> Iterator[Callable[[Any], None]]:
     """Check a checkpoint before anything of it is read, and say what did not fit if reading it fails.
 
-    What is yielded is to be called with what was read: it puts our records where this run looks for them.
+    The context yields a function to be called with what was read, which puts our records where this run looks for them.
 
     Args:
-        requested: What is to be loaded: the model's and optimizers' sharded state.
-        folder: The checkpoint.
+        requested: Sharded state of the model and its optimizers, to be loaded.
+        folder: Folder of the checkpoint.
 
     Raises:
-        ValueError: An optimizer would get the states of another one, or of other shapes, or a param group the settings
-            of any of several; or a file is missing or cut off.
+        ValueError: An optimizer would get states of another one, or of other shapes, a param group could get several
+            settings, or a file is missing or cut off.
     """
     stored = _common_state(requested, folder)
     if any(find_takeovers(requested)):
@@ -185,7 +185,7 @@ def explained_load(requested: Mapping[str, Any], folder: str) -> Iterator[Callab
 
 
 def _filled_in_place(requested: Any) -> dict[Place, MegatronOptimizer]:
-    """Wrappers under FSDP2 by where their states lie: Megatron's loop takes these for loaded once tensors are read."""
+    """Return wrappers under FSDP2 by the place of their states: Megatron's loop does not load these once more."""
     return {
         place: holder[TAKEOVER].wrapper
         for place, holder in find_takeovers(requested)
@@ -196,12 +196,12 @@ def _filled_in_place(requested: Any) -> dict[Place, MegatronOptimizer]:
 def _settled(relocate: Callable[[Any], None], in_place: Mapping[Place, MegatronOptimizer], loaded: Any) -> None:
     relocate(loaded)
     for place, wrapper in in_place.items():
-        # Counts, options and what was not read in place; a loop of the user's own may do so once more.
+        # This loads counts, options and what was not read in place. A user's own loop may load them once more.
         wrapper.load_state_dict(at_place(loaded, place))
 
 
 def _predecessor(requested: Any, theirs: Mapping[Any, Any], common: Mapping[str, Any], folder: str) -> Any:
-    """What goes on from Megatron's own optimizers, if they wrote the checkpoint; alike on all ranks."""
+    """Return what takes over states of Megatron's own optimizers, if they wrote the checkpoint; ranks agree on it."""
     holders = [holder for _, holder in find_takeovers(requested)]
     if holders and not theirs:
         stored = Stored(load_sharded_metadata(folder), common)
@@ -213,7 +213,7 @@ def _predecessor(requested: Any, theirs: Mapping[Any, Any], common: Mapping[str,
 
 
 def _leave_out_without_factors(requested: Mapping[str, Any], stored: Mapping[Any, Mapping[str, Any]]) -> None:
-    """Ask for no state of a matrix that had none: what the record says of it makes it go on without."""
+    """Ask for no state of a matrix that had no factors when it was saved; by the record it continues without them."""
     for place, record in stored.items():
         names, matrices = without_factors(record["extra"]), at_place(requested, place).get("matrices", {})
         prefix = f"{_OURS}.{record['identity']}.matrix."
@@ -225,7 +225,7 @@ def _leave_out_without_factors(requested: Mapping[str, Any], stored: Mapping[Any
 def _leave_out_divided_otherwise(
     requested: Mapping[str, Any], placed: Mapping[Any, Mapping[str, Any]], folder: str
 ) -> None:
-    """Ask for no state of a matrix that the checkpoint has of others in the same weight alone: it starts afresh."""
+    """Ask for no state of a matrix if its weight was divided into other matrices when saved: it starts afresh."""
     wanted = []
     for place in placed:
         holder = at_place(requested, place)
@@ -270,7 +270,7 @@ def _refusal(saved: Sequence[str], wanted: str) -> str:
 
 
 def _of_all_ranks(wrapper: Any) -> tuple[int, list[dict[str, Any]]]:
-    """Steps taken, and extra states of all parameters, alike on all ranks.
+    """Return steps taken and extra states of all ranks' optimizers; a collective.
 
     Megatron saves rank 0's record alone, which has one stage and some of the experts, or none at all.
     """
@@ -281,7 +281,7 @@ def _of_all_ranks(wrapper: Any) -> tuple[int, list[dict[str, Any]]]:
 
 
 def _prefix(inner: ShardedOptimizer) -> str:
-    # With the optimizer's name: Megatron reads into our states in place, and must find nothing in another's checkpoint.
+    # Keys have the optimizer's name: Megatron reads into states in place, and must find none in another's checkpoint.
     return f"{_OURS}.{inner.identity}"
 
 
@@ -290,7 +290,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _restore_groups(wrapper: MegatronOptimizer, saved: Mapping[str, Any]) -> None:
-    """Hyper-parameters, of the group that is the same one in the checkpoint."""
+    """Restore hyper-parameters from the matching groups of the checkpoint."""
     groups = wrapper.optimizer.param_groups
     current = [Group(_settings(group), names) for group, names in zip(groups, wrapper.members, strict=True)]
     for group, settings in zip(groups, match_groups(current, _recorded_groups(saved)), strict=True):
@@ -302,7 +302,7 @@ def _recorded_groups(record: Mapping[str, Any]) -> list[Group]:
 
 
 def _pieces(wrapper: MegatronOptimizer) -> Iterator[_Piece]:
-    """All element states of this rank, and the main weights where the model's own are rounded."""
+    """Yield all element states of this rank, and main weights if the model's own are rounded."""
     half = wrapper.config.bf16 or wrapper.config.fp16
     for shard, copy_here, weight, states in stored_shards(wrapper.optimizer):
         copy = _copy(wrapper.optimizer, shard.key, copy_here)
@@ -333,7 +333,7 @@ def _sharded(piece: _Piece, is_loading: bool) -> ShardedTensor:
     padded = piece.name.endswith(_PADDED)
     return ShardedTensor(
         key=piece.name,
-        # Megatron empties what it may fill in part, before it knows whether the rest of the checkpoint fits.
+        # Megatron clears a tensor that it may fill in part, before it knows whether the checkpoint fits.
         data=piece.values.clone() if padded and is_loading else piece.values,
         dtype=piece.values.dtype,
         local_shape=tuple(piece.values.shape),
@@ -348,7 +348,7 @@ def _sharded(piece: _Piece, is_loading: bool) -> ShardedTensor:
 def _matrix_state(
     inner: ShardedOptimizer, key: str, name: str, value: Tensor, place: SlicePlace | None
 ) -> ShardedTensor:
-    """A state of a matrix, or this rank's slice of it."""
+    """Return a state of a matrix, or this rank's slice of it, as a sharded tensor."""
     # Megatron's tensors have at least one dimension.
     data = value.reshape(1) if value.dim() == 0 else value
     if place is None:

@@ -1,4 +1,4 @@
-"""Whether tensor-parallel ranks hold alike what they are said to hold alike."""
+"""This module checks that tensor-parallel ranks hold equal copies of weights that are not cut."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rankwise.layout.dtensors import local_view
 __all__ = ["differing_copies", "warn_of_drift"]
 
 _SHOWN = 3
-# Of the largest value: what lies below it may be sums in another order, in 8 bits of mantissa, over a long run.
+# Differences below this share of the largest value may come from sums in other orders, in bfloat16 over a long run.
 _ROUNDING = 0.05
 _CONSEQUENCE = "checkpoints have the first rank's alone"
 _WAY_OUT = (
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 def differing_copies(
     parameters: Mapping[Parameter, ModelParameter], groups: ParallelGroups, chunks: Sequence[nn.Module]
 ) -> str | None:
-    """What is wrong with the copies of weights that no rank has a part of. A collective of all ranks.
+    """Return what is wrong with copies of weights that are not cut, or None. A collective of all ranks.
 
     Args:
-        parameters: The model's, in its order.
+        parameters: The model's parameters, in its order.
         groups: This rank's process groups.
-        chunks: The model's chunks, whose weights mean nothing where Megatron was told not to initialise them.
+        chunks: Chunks of the model, whose weights have no meaning if Megatron was told not to initialise them.
     """
     wrong: list[str] = []
     for expert in (False, True):
@@ -52,21 +52,21 @@ def differing_copies(
 
 
 def warn_of_drift(parameters: Mapping[Parameter, ModelParameter], groups: ParallelGroups, expert: bool) -> None:
-    """Say which weights are to be saved as if all tensor-parallel ranks had the first one's, and do not.
+    """Warn of weights that differ between tensor-parallel ranks, of which the first rank's would be saved for all.
 
-    Copies that were alike at first come apart if each is a part of its own, or by a few roundings if they are summed in
-    another order. Of these nothing is said. A collective of the tensor-parallel ranks.
+    Copies that were equal come apart if each is really a part of its own. They also do, by a few roundings, if they are
+    summed in different orders; no warning is given then. A collective of the tensor-parallel ranks.
 
     Args:
-        parameters: The model's, in its order.
+        parameters: The model's parameters, in its order.
         groups: This rank's process groups.
-        expert: Whether experts' are asked for.
+        expert: Whether weights of experts are compared, instead of others.
     """
     names = _unequal(parameters, groups, expert)
     group = groups.sharing(expert)
     if not names or group is None:
         return
-    mine = {known.info.name: local_view(weight) for weight, known in parameters.items() if known.info.name in names}
+    mine = {facts.info.name: local_view(weight) for weight, facts in parameters.items() if facts.info.name in names}
     everyone: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everyone, {n: v.detach().cpu().float() for n, v in mine.items()}, group=group)
     apart = [name for name in names if _gap([values[name] for values in everyone]) > _ROUNDING]
@@ -89,7 +89,7 @@ def _unequal(parameters: Mapping[Parameter, ModelParameter], groups: ParallelGro
 
 
 def _gap(copies: Sequence[Tensor]) -> float:
-    """The largest difference between copies, by the largest value."""
+    """Return the largest difference between copies, divided by the largest value."""
     largest = max(float(values.abs().max()) for values in copies)
     return max(float((values - copies[0]).abs().max()) for values in copies) / (largest or 1.0)
 
@@ -104,9 +104,9 @@ def _are_initialised(chunks: Sequence[nn.Module]) -> bool:
 
 
 def _signs(parameters: Mapping[Parameter, ModelParameter], expert: bool) -> Iterator[tuple[str, str]]:
-    for parameter, known in parameters.items():
-        if known.expert == expert and known.dim is None and known.ways > 1 and not parameter.is_meta:
-            yield known.info.name, _sign(local_view(parameter))
+    for parameter, facts in parameters.items():
+        if facts.expert == expert and facts.dim is None and facts.ways > 1 and not parameter.is_meta:
+            yield facts.info.name, _sign(local_view(parameter))
 
 
 def _sign(values: Tensor) -> str:

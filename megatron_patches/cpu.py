@@ -1,9 +1,9 @@
-"""Runs Megatron on CPU processes over gloo: a debugging and test aid, off unless a scope below is entered.
+"""This module runs Megatron on CPU processes over gloo, for debugging and tests, inside the scopes below.
 
 Megatron asks for CUDA in tensor factories (``device="cuda"``), in host calls (streams, random states, memory figures),
-by ``Tensor.cuda()`` and by comparing ``Tensor.type()`` with a CUDA name. Inside :func:`cpu_megatron` each of these is
-answered by the CPU; leaving the scope puts every replaced attribute back. No file of Megatron is touched, and nothing
-about speed can be learnt in it: streams and events do nothing.
+by ``Tensor.cuda()`` and by comparing ``Tensor.type()`` with a CUDA name. Inside :func:`cpu_megatron` the CPU answers
+each of these; leaving the scope puts every replaced attribute back. No file of Megatron is touched. The scope says
+nothing about speed, as streams and events do nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PRETRAIN_FLAGS: tuple[str, ...] = (
     "--no-rope-fusion",
     "--no-persist-layer-norm",
 )
-"""Options without which ``pretrain_gpt.py`` asks for CUDA kernels, whatever its other options are."""
+"""Options that keep ``pretrain_gpt.py`` from asking for CUDA kernels."""
 
 _MISSING: Any = object()
 _CPU = torch.device("cpu")
@@ -48,28 +48,28 @@ _RNG_WARNING = "CPU RNG state changed within GPU RNG context"
 
 @contextmanager
 def cpu_megatron() -> Iterator[None]:
-    """Lets megatron-core of this process run on CPU tensors and gloo groups; everything is undone on leaving.
+    """Let megatron-core of this process run on CPU tensors and gloo groups; leaving the scope undoes everything.
 
-    Covers tensor, sequence, pipeline (also interleaved), expert and data parallelism, the distributed optimizer with
+    It covers tensor, sequence, pipeline (also interleaved), expert and data parallelism, the distributed optimizer with
     both overlaps, recomputation, fp32, bf16 and fp16, and ``dist_checkpointing``. Context parallelism needs an
-    attention that is not Megatron's own; Transformer Engine, fp8 and CUDA graphs stay out of reach. The scope belongs
-    to the thread that enters it; scopes may be nested.
+    attention that is not Megatron's own; Transformer Engine, fp8 and CUDA graphs do not run. The scope belongs to the
+    thread that enters it; scopes may be nested.
 
     Raises:
         ModuleNotFoundError: megatron-core is not installed.
     """
-    # Before anything is replaced, so that nothing imported keeps a replacement: the compiler lists all of torch.cuda.
+    # The compiler lists all of torch.cuda when it is imported, which therefore comes before any replacement.
     trace_rules = importlib.import_module("torch._dynamo.trace_rules")
     rules = trace_rules.get_torch_obj_rule_map()
     import_megatron("megatron.core.models.gpt")
     with ExitStack() as stack:
-        # New process groups make the compiler draw up its list once more.
+        # New process groups make the compiler list torch.cuda once more.
         _set(stack, trace_rules, "get_torch_obj_rule_map", functools.cache(lambda: rules))
         _replace_cuda_calls(stack)
         _replace_core_functions(stack)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         mode = _CpuForCuda()
-        # A mode is off inside a function it intercepts: without this, in the whole of torch.autograd.backward.
+        # A mode is off inside a function that it intercepts, and so would be in all of torch.autograd.backward.
         _set(stack, torch.autograd, "_engine_run_backward", _under(mode, torch.autograd._engine_run_backward))
         stack.enter_context(mode)
         yield
@@ -77,10 +77,10 @@ def cpu_megatron() -> Iterator[None]:
 
 @contextmanager
 def cpu_pretraining() -> Iterator[None]:
-    """:func:`cpu_megatron`, and what ``megatron.training`` and ``pretrain_gpt.py`` of a checkout need beyond the core.
+    """Enter :func:`cpu_megatron`, and let ``megatron.training`` and ``pretrain_gpt.py`` of a checkout run.
 
-    They refuse to start without a CUDA device, and compile CUDA kernels and a C++ helper at start-up. The helper is
-    taken from the installed wheel where the checkout has none. Run the script with :data:`PRETRAIN_FLAGS` added.
+    They refuse to start without a CUDA device, and compile CUDA kernels and a C++ helper at start-up. If the checkout
+    has no helper, that of the installed wheel is used. Run the script with :data:`PRETRAIN_FLAGS` added.
 
     Raises:
         ModuleNotFoundError: megatron-core or megatron.training is not importable.
@@ -177,12 +177,12 @@ def _set_rng_state(state: Tensor, *args: Any, **kwargs: Any) -> None:
 
 
 def _seed(seed: int) -> None:
-    # Not torch.manual_seed: it seeds torch.cuda too, which has become this function.
+    # torch.manual_seed would also seed torch.cuda, which calls this function.
     torch.default_generator.manual_seed(int(seed))
 
 
 def _cuda_attributes() -> dict[str, Any]:
-    """What ``torch.cuda`` becomes: one device, the CPU, on which nothing is pending and nothing is allocated."""
+    """Return attributes for ``torch.cuda`` with one device, the CPU, on which nothing is pending or allocated."""
     stream = _Event()
     no_op = ("synchronize", "set_device", "set_stream", "empty_cache", "reset_peak_memory_stats", "init", "_lazy_init")
     no_memory = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
@@ -217,7 +217,7 @@ def _replace_cuda_calls(stack: ExitStack) -> None:
 
 
 def _replace_core_functions(stack: ExitStack) -> None:
-    """The few functions of megatron-core that cannot run on a CPU, or not without Transformer Engine."""
+    """Replace functions of megatron-core that cannot run on a CPU, or not without Transformer Engine."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.distributed import torch_fully_sharded_data_parallel
@@ -225,7 +225,7 @@ def _replace_core_functions(stack: ExitStack) -> None:
     from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    # Torch without CUDA has no options of NCCL's.
+    # Torch without CUDA has no options for NCCL.
     _set(stack, parallel_state, "get_nccl_options", _nothing)
     _set(stack, torch_fully_sharded_data_parallel, "DeviceMesh", _CpuMesh)
     _set(stack, random, "_get_cuda_rng_state", _get_rng_state)
@@ -234,12 +234,12 @@ def _replace_core_functions(stack: ExitStack) -> None:
     for module in (moe_utils, token_dispatcher):
         _set(stack, module, "maybe_move_tensor_to_cpu", _as_on_the_host)
     if not hasattr(moe_utils, "te_general_gemm"):
-        # The name is bound only when Transformer Engine is there, and read in any case.
+        # Without Transformer Engine this name is not bound, but it is read in any case.
         _set(stack, moe_utils, "te_general_gemm", None)
-    queue = "get_write_results_queue"  # With an underscore up to 0.16.
+    queue = "get_write_results_queue"  # up to 0.16 the name has an underscore in front
     _set(stack, filesystem_async, queue if hasattr(filesystem_async, queue) else f"_{queue}", _forked_queue(stack))
 
-    # The CPU's generator stands for the GPU's here, so that it changes within the GPU's scope is what is meant.
+    # The CPU's generator stands for the GPU's, and may change within the scope of the GPU's.
     logger = logging.getLogger(random.__name__)
     quiet = _without(_RNG_WARNING)
     logger.addFilter(quiet)
@@ -247,7 +247,7 @@ def _replace_core_functions(stack: ExitStack) -> None:
 
 
 class _CpuMesh:
-    """``DeviceMesh`` where Megatron asks for one of CUDA devices."""
+    """Stands for ``DeviceMesh`` where Megatron asks for a mesh of CUDA devices."""
 
     @staticmethod
     def from_group(group: Any, device_type: str) -> Any:
@@ -257,7 +257,7 @@ class _CpuMesh:
 
 
 def _norm(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Torch norms under sequence parallelism: the weights are marked, so that Megatron sums their gradients."""
+    """Mark the weights of torch's norms under sequence parallelism, so that Megatron sums their gradients."""
 
     def build(cls: type, config: Any, *args: Any, **kwargs: Any) -> nn.Module:
         if not config.sequence_parallel:
@@ -275,12 +275,12 @@ def _norm(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
 
 
 def _as_on_the_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    # The collectives want split sizes as numbers; Megatron converts them only while it moves them off a GPU.
+    # Collectives need split sizes as numbers, and Megatron converts them only while it moves them off a GPU.
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _forked_queue(stack: ExitStack) -> Callable[[], Any]:
-    """Queue of checkpoint writers in a forked process: a spawned one would import the main script once more."""
+    """Return what makes the queue of checkpoint writers, in a forked process: a spawned one would import the script."""
     queues: list[Any] = []
 
     def get(mp_mode: str = "fork") -> Any:
@@ -298,7 +298,7 @@ def _without(message: str) -> Callable[[logging.LogRecord], bool]:
 
 
 def _lend_dataset_helpers(stack: ExitStack) -> None:
-    """The compiled index builder of the installed wheel, for a checkout that has not compiled its own."""
+    """Lend the compiled index builder of the installed wheel to a checkout that has not compiled its own."""
     name = "megatron.core.datasets.helpers_cpp"
     if importlib.util.find_spec(name) is not None:
         return
@@ -314,13 +314,13 @@ def _lend_dataset_helpers(stack: ExitStack) -> None:
 
 
 def import_megatron(name: str) -> ModuleType:
-    """Import a module of Megatron; recent ones name Triton kernels, which are never run here, without asking first."""
+    """Import a module of Megatron; recent ones name Triton kernels, which never run here, without asking first."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
-    # What of torch looks for Triton while it is imported must not find the stand-in.
+    # This module of torch looks for Triton when it is imported, and must not find the stand-in.
     importlib.import_module("torch._inductor.compile_fx")
     with ExitStack() as stack:
         for stub in ("triton", "triton.language"):
@@ -330,7 +330,7 @@ def import_megatron(name: str) -> ModuleType:
 
 
 class _Triton(ModuleType):
-    """Lets files be imported that decorate functions with Triton: every name is there, and decorates with nothing."""
+    """Stands for Triton, so that files that decorate functions with it can be imported; it has every name."""
 
     __path__: list[str] = []
     __version__ = "0"
@@ -345,7 +345,7 @@ class _Triton(ModuleType):
 
 
 def _set(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Replace an attribute until the stack closes; one that was not there is removed again."""
+    """Replace an attribute until the stack closes; an attribute that did not exist is removed then."""
     previous = vars(owner).get(name, _MISSING)
     setattr(owner, name, value)
     if previous is _MISSING:

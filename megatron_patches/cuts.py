@@ -1,8 +1,8 @@
-"""How tensor parallelism cuts a model's parameters: by what its modules declare to checkpoints, or by marks.
+"""Declarations of modules to checkpoints, or marks, say how tensor parallelism cuts a model's parameters.
 
-Megatron marks most parameters that it cuts, and not all: learnable attention sinks bear no mark, state-space layers
-have marks without a dimension, and none says that a weight's parts are cut one by one. Its modules declare all of that
-where they say what a checkpoint is to hold of them.
+Megatron does not mark all parameters that it cuts: learnable attention sinks have no mark, state-space layers have
+marks without a dimension, and no mark says that a weight's parts are cut one by one. Its modules declare all of that
+when they say what a checkpoint must hold of them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class ParameterCut(NamedTuple):
     """How tensor parallelism cuts a parameter.
 
     Attributes:
-        dim: The dimension; None where every rank holds the whole.
-        sections: Rows of this rank's pieces, one of each of as many sections of the whole; empty if the whole is one.
+        dim: Dimension that is cut; None where every rank holds the whole.
+        sections: Rows of this rank's pieces, one from each section of the whole; empty if the whole is one section.
     """
 
     dim: int | None
@@ -40,7 +40,7 @@ WHOLE = ParameterCut(None)
 
 
 class _DeclaredRows(NamedTuple):
-    """What a module declares of some rows of a parameter."""
+    """A module's declaration of some rows of a parameter."""
 
     first: int
     key: str
@@ -50,7 +50,7 @@ class _DeclaredRows(NamedTuple):
 
 
 def marked_cut(parameter: Tensor) -> ParameterCut | None:
-    """The cut by the marks that Megatron's layers leave on their parameters; None where one lacks the dimension."""
+    """Return the cut by the marks that Megatron's layers leave on parameters; None if a mark has no dimension."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return WHOLE
     dim = int(getattr(parameter, "partition_dim", -1))
@@ -63,28 +63,28 @@ def marked_cut(parameter: Tensor) -> ParameterCut | None:
 
 
 def equal_sections(parameter: Tensor, dim: int | None, count: int) -> ParameterCut:
-    """A cut whose sections are equal.
+    """Return a cut with equal sections.
 
     Args:
-        parameter: What is cut.
-        dim: The dimension.
-        count: How many sections there are.
+        parameter: Parameter that is cut.
+        dim: Dimension that is cut.
+        count: Number of sections.
     """
     return ParameterCut(dim, (parameter.shape[0] // count,) * count if dim == 0 and count > 1 else ())
 
 
 def declared_cuts(model: nn.Module, groups: ParallelGroups) -> dict[Parameter, ParameterCut | None]:
-    """Cuts of the parameters of which modules declare what a checkpoint holds.
+    """Return cuts of the parameters for which modules declare what a checkpoint holds.
 
     Args:
         model: The model, without wrappers.
         groups: This rank's process groups.
 
     Returns:
-        None for a parameter whose declared place is none that tensor parallelism alone would give it.
+        The cuts; None for a parameter whose declared place does not follow from tensor parallelism alone.
     """
     places = _Places(model.parameters())
-    found: dict[Parameter, ParameterCut | None] = {}
+    cuts: dict[Parameter, ParameterCut | None] = {}
     for state in _declared(model, {"dp_cp_group": groups.averaging}):
         pieces: dict[Parameter, list[_DeclaredRows]] = {}
         for tensor in _tensors(state):
@@ -92,17 +92,17 @@ def declared_cuts(model: nn.Module, groups: ParallelGroups) -> dict[Parameter, P
             if place is not None:
                 pieces.setdefault(place[0], []).append(place[1])
         for parameter, parts in pieces.items():
-            if found.get(parameter, WHOLE) not in (WHOLE, None):
+            if cuts.get(parameter, WHOLE) not in (WHOLE, None):
                 continue
             cut = _cut(parameter, parts, *groups.tensor(not getattr(parameter, "allreduce", True)))
-            # Rows that FSDP2 cannot cut evenly are declared as if it could.
+            # Modules declare rows that FSDP2 cannot cut evenly as if it could.
             if cut is not None or not is_sharded(parameter):
-                found[parameter] = cut
-    return found
+                cuts[parameter] = cut
+    return cuts
 
 
 def _declared(module: nn.Module, metadata: Mapping[str, Any]) -> Iterator[Any]:
-    """What a module declares; then what those do that lie in its lists, of which Megatron's default knows nothing."""
+    """Yield what a module declares, and what modules in its lists declare, which Megatron's default leaves out."""
     declare = getattr(module, "sharded_state_dict", None)
     if callable(declare):
         try:
@@ -119,7 +119,7 @@ def _declared(module: nn.Module, metadata: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _in_containers(module: nn.Module, inside: bool = False) -> Iterator[nn.Module]:
-    """The modules that declare something and lie in one that does not."""
+    """Yield modules with declarations that lie in modules without."""
     for child in module.children():
         declares = hasattr(child, "sharded_state_dict")
         if declares and inside:
@@ -143,7 +143,7 @@ class _Places:
         self._starts, self._parameters = [start for start, _ in held], [parameter for _, parameter in held]
 
     def find(self, tensor: ShardedTensor) -> tuple[Parameter, _DeclaredRows] | None:
-        """The parameter and the rows of it; None if the tensor is a copy, or no parameter's."""
+        """Return the parameter and its rows; None if the tensor is a copy, or no parameter's."""
         data: Any = tensor.data
         if not isinstance(data, Tensor) or not data.numel() or tensor.flattened_range is not None:
             return None
@@ -165,12 +165,12 @@ class _Places:
 def _address(tensor: Tensor) -> int:
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # Of 8-bit weights that are several tensors, or of none that has memory.
+    except RuntimeError:  # an 8-bit weight may be several tensors, or have no memory
         return 0
 
 
 def _cut(parameter: Parameter, pieces: list[_DeclaredRows], rank: int, ways: int) -> ParameterCut | None:
-    """What the pieces of a parameter have in common; tied weights are declared twice, and alike."""
+    """Return the cut that all declared pieces of a parameter make; tied weights are declared twice, and equally."""
     parts = list({part.first: part for part in reversed(pieces)}.values())
     parts.sort(key=lambda part: part.first)
     if sum(part.shape[0] for part in parts) != local_view(parameter).shape[0]:
@@ -193,6 +193,6 @@ def _single(parameter: Parameter, part: _DeclaredRows, rank: int, ways: int) -> 
     if not dims:
         return WHOLE
     dim = dims[0]
-    # FSDP2 cuts rows once more, and the offset counts these.
+    # FSDP2 cuts rows once more, and offsets include that cut.
     fits = is_sharded(parameter) or part.offset[dim] == rank * shape[dim]
     return ParameterCut(dim) if len(dims) == 1 and part.whole[dim] == ways * shape[dim] and fits else None

@@ -1,4 +1,4 @@
-"""Megatron's checkpoint formats that one rank's dictionary must suffice for, refused where it does not."""
+"""Some of Megatron's checkpoint formats save one rank's dictionary, and are refused here if it does not suffice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def refuse_format(args: Any, name: str, cls: type[ShardedOptimizer]) -> None:
     Args:
         args: Megatron's arguments, validated.
         name: The optimizer's name.
-        cls: Its class.
+        cls: Class of the optimizer.
 
     Raises:
         SupportError: With this layout the ``torch`` format would lose states, or could never be loaded.
@@ -49,10 +49,10 @@ def refuse_format(args: Any, name: str, cls: type[ShardedOptimizer]) -> None:
 
 
 def holder(wrapper: MegatronOptimizer) -> tuple[int, int] | None:
-    """Which of the ranks that hold a part each this is, and their number; None if every rank's states suffice.
+    """Return this rank's number among ranks that hold different parts, and their number; None if one part suffices.
 
     Args:
-        wrapper: One of ours, with its layout.
+        wrapper: Wrapper of our optimizer, with its layout.
     """
     inner: ShardedOptimizer = wrapper.optimizer
     layout = inner.planner.source
@@ -63,14 +63,14 @@ def holder(wrapper: MegatronOptimizer) -> tuple[int, int] | None:
 
 
 def refuse_holder(wrapper: MegatronOptimizer, saved: tuple[int, int] | None) -> None:
-    """Check whose states a dictionary has. A collective of the ranks that share the parameters, if they hold parts.
+    """Refuse a dictionary of another rank. A collective of the ranks that share the parameters, if they hold parts.
 
     Args:
-        wrapper: One of ours, with its layout.
-        saved: As :func:`holder` gave it on the rank that wrote the dictionary.
+        wrapper: Wrapper of our optimizer, with its layout.
+        saved: Result of :func:`holder` on the rank that wrote the dictionary.
 
     Raises:
-        ValueError: On all these ranks, where one was given another's.
+        ValueError: On all these ranks: one of them was given another rank's dictionary.
     """
     mine = holder(wrapper)
     if mine is None:

@@ -1,4 +1,4 @@
-"""What goes beside Megatron's ``TorchFullyShardedDataParallel`` (``--use-torch-fsdp2``), and what does not."""
+"""This module refuses settings that do not work with Megatron's ``TorchFullyShardedDataParallel``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refuse_beside_fsdp2(chunks: Sequence[nn.Module], config: OptimizerConfig, na
         name: The optimizer's name.
 
     Raises:
-        SupportError: A setting of which ``fully_shard`` knows nothing, with what works.
+        SupportError: ``fully_shard`` ignores a setting; the message says what works.
     """
     for chunk in chunks:
         if not isinstance(chunk, TorchFullyShardedDataParallel):
@@ -44,7 +44,7 @@ def refuse_beside_fsdp2(chunks: Sequence[nn.Module], config: OptimizerConfig, na
                     f"{setting.flag} is invalid with --use-torch-fsdp2 and --optimizer {name}: {setting.reason}"
                 )
         if "force_all_reduce" not in inspect.signature(chunk.finish_grad_sync).parameters:
-            # Else a TypeError at the first step, with Megatron's own optimizers, too.
+            # Otherwise the first step raises a TypeError, with Megatron's own optimizers, too.
             raise SupportError(
                 f"--use-torch-fsdp2 is invalid with --optimizer {name} on this megatron-core: {type(chunk).__name__}."
                 "finish_grad_sync does not take force_all_reduce, which finalize_model_grads passes; use 0.19 or later"

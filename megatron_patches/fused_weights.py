@@ -1,9 +1,9 @@
-"""Which of Megatron's weights hold several matrices, and how these lie in the whole weight, uncut.
+"""This module says which of Megatron's weights hold several matrices, and how these lie in the uncut weight.
 
-Where tensor parallelism cuts a weight by rows, the whole is the shards one below the other: attention is cut between
-(or within) its groups of heads, so the whole is what one rank would hold. State-space layers and gated units put all
-their parts on every rank: where that is known of the weight, the whole has each part once, put together from the
-shards; where it is not, it repeats them once for each shard.
+If tensor parallelism cuts a weight by rows, the whole is the shards one below the other. Attention is cut between (or
+within) its groups of heads, so that the whole is what one rank would hold. State-space layers and gated units have all
+their parts on every rank. If that is known of a weight, its whole has each part once, joined from the shards; otherwise
+it repeats the parts once for each shard.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["fused_parts"]
 
 @dataclass(frozen=True)
 class _Weight:
-    """A weight: the module that uses its layer, rows of the whole, how often its parts are repeated there, shards."""
+    """A weight: its layer's parent module, rows of the whole, how often these repeat its parts, number of shards."""
 
     owner: object
     rows: int
@@ -27,9 +27,9 @@ class _Weight:
     ways: int
 
     def number(self, name: str) -> int:
-        """A size from the module or its config; 0 if there is none."""
-        found = getattr(self.owner, name, None)
-        value = getattr(self.config, name, None) if found is None else found
+        """Return a size from the module or its config; 0 if there is none."""
+        of_owner = getattr(self.owner, name, None)
+        value = getattr(self.config, name, None) if of_owner is None else of_owner
         return value if isinstance(value, int) else 0
 
     @property
@@ -38,24 +38,24 @@ class _Weight:
 
 
 def fused_parts(layer: str, owner: object, shape: tuple[int, ...], ways: int, strips: int) -> FusedShape | None:
-    """The logical matrices of a weight; None if it is one, or its sizes are not those of its config.
+    """Return the logical matrices of a weight; None if it is one, or its sizes contradict its config.
 
     Args:
         layer: Name of the layer in its module.
-        owner: That module, or anything with the same config.
-        shape: Shape of the whole weight, or of a shard that is taken for a matrix of its own.
-        ways: Shards the whole consists of, one below the other.
-        strips: Sections of the whole that are each cut like that, parts of the weight if there are several.
+        owner: That module, or any object with its config.
+        shape: Shape of the whole weight, or of a shard that counts as a matrix of its own.
+        ways: Number of shards that the whole consists of, one below the other.
+        strips: Number of sections of the whole that are cut so; several sections are parts of the weight.
     """
     layout = _LAYOUTS.get(layer)
     if layout is None or len(shape) != 2:
         return None
-    found = layout(_Weight(owner, shape[0], ways if strips == 1 else 1, ways))
-    return found if found is not None and found.length == shape[0] else None
+    parts = layout(_Weight(owner, shape[0], ways if strips == 1 else 1, ways))
+    return parts if parts is not None and parts.length == shape[0] else None
 
 
 def _attention(weight: _Weight) -> FusedShape | None:
-    """For each group the queries that share a key, their output gates if there are any, the key, its value."""
+    """Return, for each group, the queries that share a key, their output gates if there are any, key and value."""
     heads, groups, size = (
         weight.number("num_attention_heads"),
         weight.number("num_query_groups"),
@@ -74,12 +74,12 @@ def _attention(weight: _Weight) -> FusedShape | None:
 
 
 def _cross_attention(weight: _Weight) -> FusedShape | None:
-    """For each head its key and value."""
+    """Return, for each head, its key and value."""
     return _per_head(weight, ("k", weight.number("kv_channels")), ("v", weight.number("kv_channels")))
 
 
 def _latent_up(weight: _Weight) -> FusedShape | None:
-    """For each head its key, without the rotary part, and its value."""
+    """Return, for each head, its key without the rotary part, and its value."""
     return _per_head(weight, ("k", weight.number("qk_head_dim")), ("v", weight.number("v_head_dim")))
 
 
@@ -92,26 +92,26 @@ def _per_head(weight: _Weight, *parts: tuple[str, int]) -> FusedShape | None:
 
 
 def _latent_down(weight: _Weight) -> FusedShape | None:
-    """What keys and values are made of, and the rotary part of the keys."""
+    """Return the latent part that keys and values are made of, and the rotary part of the keys."""
     parts = ("kv", weight.number("kv_lora_rank")), ("k_rope", weight.number("qk_pos_emb_head_dim"))
     return FusedShape(parts) if all(size for _, size in parts) else None
 
 
 def _gated(weight: _Weight) -> FusedShape | None:
-    """Gate and up projections."""
+    """Return gate and up projections."""
     if not getattr(weight.config, "gated_linear_unit", False):
         return None
     half, left = divmod(weight.rows, 2)
     names = ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
     inner = [size for size in map(weight.number, names) if size]
-    # Fractions are shards that are taken for matrices of their own.
+    # The weight may be a fraction of the whole: a shard that counts as a matrix of its own.
     if left or not half or half % weight.copies or not any(size % half == 0 for size in inner):
         return None
     return FusedShape((("gate", half // weight.copies), ("up", half // weight.copies)), groups=weight.copies)
 
 
 def _projection(weight: _Weight) -> FusedShape | None:
-    """Input projection of state-space layers and of gated delta nets, which call it alike."""
+    """Return the parts of the input projection of a state-space layer or a gated delta net, which share its name."""
     return _state_space(weight) if weight.number("d_inner_local_tp") else _delta_net(weight)
 
 

@@ -1,4 +1,4 @@
-"""This rank's process groups, from Megatron's global state or from an explicit collection."""
+"""This module returns a rank's process groups, from Megatron's global state or from an explicit collection."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["ParallelGroups"]
 
 
 class ParallelGroups:
-    """The groups an optimizer's layout is shared over.
+    """The groups that an optimizer's layout is shared over.
 
     A dense parameter is held, in pieces and copies, by the ranks of its pipeline stage: tensor, context and data
     parallel. An expert's is held by the ranks of its expert-tensor and expert-data-parallel groups.
 
     Args:
-        collection: What the user passed as ``pg_collection``; None for Megatron's global groups.
-        blocks: Treat every tensor-parallel shard as a matrix of its own.
+        collection: The user's ``pg_collection``; None for Megatron's global groups.
+        blocks: Whether every tensor-parallel shard is a matrix of its own.
     """
 
     def __init__(self, collection: ProcessGroupCollection | None = None, blocks: bool = False) -> None:
@@ -30,15 +30,15 @@ class ParallelGroups:
         self._blocks = blocks
 
     def _find(self, name: str, default: Any) -> Any:
-        found = None if self._collection is None else getattr(self._collection, name, None)
-        return default() if found is None else found
+        given = None if self._collection is None else getattr(self._collection, name, None)
+        return default() if given is None else given
 
     def tensor(self, expert: bool) -> tuple[int, int]:
-        """This rank's position among the tensor-parallel ranks that share matrices, and their number."""
+        """Return this rank's position among the tensor-parallel ranks that share matrices, and their number."""
         return (0, 1) if self._blocks else self._tensor(expert)
 
     def block(self, expert: bool) -> int | None:
-        """Which of the tensor-parallel ranks this is, where each has matrices of its own; None otherwise."""
+        """Return this rank's position among tensor-parallel ranks that have matrices of their own; None otherwise."""
         rank, ways = self._tensor(expert)
         return rank if self._blocks and ways > 1 else None
 
@@ -47,21 +47,21 @@ class ParallelGroups:
         return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
     def sharing(self, expert: bool) -> dist.ProcessGroup | None:
-        """The tensor-parallel ranks that share matrices, where there are several."""
+        """Return the tensor-parallel ranks that share matrices, if there are several."""
         return None if self.tensor(expert)[1] == 1 else self._tensor_group(expert)
 
     def tensor_parallel(self, expert: bool, stage: dist.ProcessGroup) -> TensorParallel | None:
-        """The tensor-parallel groups of a stage, where they share matrices. A collective of the stage's ranks.
+        """Return the tensor-parallel groups of a stage if they share matrices. A collective of the stage's ranks.
 
         Args:
-            expert: Whether those that experts are cut over.
-            stage: As :meth:`stage` gave it.
+            expert: Whether to return the groups over which experts are cut.
+            stage: Result of :meth:`stage`.
         """
         group = self._tensor_group(expert)
         return None if group is None or self.tensor(expert)[1] == 1 else TensorParallel.among(stage, group)
 
     def data(self, expert: bool) -> tuple[int, int]:
-        """This rank's position among the ranks that gradients are averaged over, and their number."""
+        """Return this rank's position among the ranks that gradients are averaged over, and their number."""
         group = self._data(expert)
         return dist.get_rank(group), dist.get_world_size(group)
 
@@ -78,7 +78,7 @@ class ParallelGroups:
 
     @property
     def expert_rank(self) -> int:
-        """Which of the expert-parallel shares of the experts this rank holds."""
+        """Number of this rank's expert-parallel share of the experts."""
         group = self._find("ep", lambda: parallel_state.get_expert_model_parallel_group(False))
         return 0 if group is None else dist.get_rank(group)
 
@@ -91,18 +91,18 @@ class ParallelGroups:
         return group
 
     def stage(self, expert: bool) -> dist.ProcessGroup:
-        """Every rank that holds a piece or a copy of this rank's parameters. A collective of those ranks."""
+        """Return the ranks that hold pieces or copies of this rank's parameters. A collective of these ranks."""
         if self.tensor(expert)[1] == 1:
             return self._data(expert)
         return self._expert_stage() if expert else self.whole_stage
 
     def _tensor_group(self, expert: bool) -> dist.ProcessGroup | None:
-        found: dist.ProcessGroup | None
+        group: dist.ProcessGroup | None
         if expert:
-            found = self._find("expt_tp", lambda: parallel_state.get_expert_tensor_parallel_group(False))
+            group = self._find("expt_tp", lambda: parallel_state.get_expert_tensor_parallel_group(False))
         else:
-            found = self._find("tp", lambda: parallel_state.get_tensor_model_parallel_group(False))
-        return found
+            group = self._find("tp", lambda: parallel_state.get_tensor_model_parallel_group(False))
+        return group
 
     def _data(self, expert: bool) -> dist.ProcessGroup:
         group: dist.ProcessGroup

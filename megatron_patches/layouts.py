@@ -1,4 +1,4 @@
-"""Where each of Megatron's optimizer wrappers keeps each parameter."""
+"""Layouts say where each of Megatron's optimizer wrappers keeps each parameter."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class MegatronLayout(LayoutSource):
     """Names the contents of the tensors in the param groups of a wrapper's inner optimizer.
 
     Args:
-        wrapper: A Megatron optimizer, built.
+        wrapper: Built optimizer of Megatron.
         parameters: The model's parameters.
         groups: This rank's process groups.
         scale: Scale of the gradients.
@@ -53,7 +53,7 @@ class MegatronLayout(LayoutSource):
         self._parameters = parameters
         stage = groups.stage(expert)
         self.on_host = steps_on_host(wrapper)
-        """Whether the optimizer's tensors are on the host during a step."""
+        """Whether the optimizer's tensors are on the host in a step."""
         self.group: dist.ProcessGroup | None = host_group(stage) if self.on_host else stage
         self.tensor_parallel: TensorParallel | None = groups.tensor_parallel(expert, stage)
         if self.on_host and self.tensor_parallel is not None:
@@ -65,14 +65,14 @@ class MegatronLayout(LayoutSource):
         self._scale = scale
         self._contents: dict[int, TensorContents] = {}
         self.held: dict[int, tuple[Parameter, slice]] = {}
-        """By the id of an optimizer's tensor: the model's parameter, and which run of it, flattened, it holds."""
-        self.stage_copies = {known.info.name: known.stage_copy for known in parameters.values() if known.stage_copy}
-        """How many earlier pipeline stages have a weight too, by its name."""
+        """The model's parameter, and the run of it that the tensor holds, by the id of an optimizer's tensor."""
+        self.stage_copies = {facts.info.name: facts.stage_copy for facts in parameters.values() if facts.stage_copy}
+        """Number of earlier pipeline stages that have a weight, too, by its name."""
         self.plain_names = {
-            id(parameter): known.info.name for parameter, known in parameters.items() if not known.expert
+            id(parameter): facts.info.name for parameter, facts in parameters.items() if not facts.expert
         }
-        """By the id of a parameter that is no expert's: its name."""
-        # Those of a model in fp32 are the model's own; else they are copies, or the buffer that the next step clears.
+        """Name of each parameter that is no expert's, by its id."""
+        # Gradients of a model in fp32 are its own; others are copies, or the buffer that the next step clears.
         self.spends_gradients = isinstance(wrapper, DistributedOptimizer | Float16OptimizerWithFloat16Params)
         if isinstance(wrapper, DistributedOptimizer):
             self._register_shards(wrapper)
@@ -84,7 +84,7 @@ class MegatronLayout(LayoutSource):
                     self._register_whole(index, parameter, parameter)
 
     def contents(self, tensor: Tensor) -> TensorContents:
-        """See :class:`rankwise.layout.layout_source.LayoutSource`."""
+        """Return what a tensor of the param groups stores."""
         try:
             return self._contents[id(tensor)]
         except KeyError:
@@ -94,7 +94,7 @@ class MegatronLayout(LayoutSource):
             ) from None
 
     def parameter_name(self, parameter: Parameter) -> str:
-        """A parameter of the model, by its name in the whole model."""
+        """Return the name of a parameter in the whole model."""
         return self._parameters[parameter].info.name
 
     def knows(self, parameter: Parameter) -> bool:
@@ -102,18 +102,18 @@ class MegatronLayout(LayoutSource):
         return parameter in self._parameters
 
     def main_weights(self) -> Iterator[tuple[Tensor, Parameter, slice]]:
-        """The optimizer's tensors, and the runs of the model's flattened parameters that they hold."""
+        """Yield the optimizer's tensors, and the runs of the model's flattened parameters that they hold."""
         for tensors in self.units():
             for tensor, _ in tensors:
                 yield (tensor, *self.held[id(tensor)])
 
     def units(self) -> list[list[tuple[Tensor, int]]]:
-        """The tensors of the one ``step()`` call, and the position of their group."""
+        """Return the tensors of the one ``step()`` call, and the positions of their groups."""
         groups = self._wrapper.param_groups
         return [[(tensor, position) for position, group in enumerate(groups) for tensor in group["params"]]]
 
     def gradient_divisor(self) -> Tensor:
-        """What output gradients, summed over the stage's ranks and micro-batches, must be divided by."""
+        """Return what output gradients, summed over the stage's ranks and micro-batches, must be divided by."""
         scale: Tensor | None = getattr(self._wrapper, "backward_scale", None)
         divisor = (self._wrapper.get_loss_scale() if scale is None else scale) / self._scale.factor
         return divisor.cpu() if self.on_host else divisor
@@ -146,7 +146,7 @@ class MegatronLayout(LayoutSource):
             self._register(index, parameter, tensor, 0, tensor.numel(), self._copy)
 
     def _rows_held(self, parameter: Any) -> tuple[int, int]:
-        """Which run of a flattened parameter is this rank's, whose rows ``fully_shard`` has cut."""
+        """Return this rank's run of a flattened parameter, whose rows ``fully_shard`` has cut."""
         mesh, shape = parameter.device_mesh, parameter.shape
         runs = held_runs(shape, tuple(mesh.mesh.shape), mesh.get_coordinate(), parameter.placements)
         start, end = runs[0][0] if runs[0] else (0, 0)
@@ -159,14 +159,14 @@ class MegatronLayout(LayoutSource):
         return start * width, end * width
 
     def _register(self, index: int, parameter: Parameter, tensor: Tensor, start: int, end: int, copy: int) -> None:
-        known = self._parameters[parameter]
+        facts = self._parameters[parameter]
         if not _is_copy(tensor, parameter, start, end):
             raise LayoutError(
-                f"the optimizer's copy of '{known.info.name}' differs from the model's weight: the layout of this "
+                f"the optimizer's copy of '{facts.info.name}' differs from the model's weight: the layout of this "
                 "megatron-core was misread. Training would corrupt the model; use a tested version."
             )
         self.held[id(tensor)] = (parameter, slice(start, end))
-        self._contents[id(tensor)] = TensorContents(index, known.slices(start, end, copy) if end > start else ())
+        self._contents[id(tensor)] = TensorContents(index, facts.slices(start, end, copy) if end > start else ())
 
 
 def _is_copy(tensor: Tensor, parameter: Parameter, start: int, end: int) -> bool:
@@ -179,7 +179,7 @@ def _is_copy(tensor: Tensor, parameter: Parameter, start: int, end: int) -> bool
         return False
     if not quantized:
         return torch.equal(mine.to(weight), weight)
-    # The main weight is the one that was quantized: three bits of it and the sign are left.
+    # An 8-bit weight has only a few bits of the main weight, which was quantized to it.
     weight = weight.float()
     nearby = weight.abs() / 8 + whole.detach().abs().max().float() / 64
     return bool(((mine - weight).abs() <= nearby).all())

@@ -1,4 +1,4 @@
-"""MKOR-H's losses: from the last pipeline stage's backward passes to every rank's optimizers."""
+"""MKOR-H's losses travel from the last pipeline stage's backward passes to every rank's optimizers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["StepLosses"]
 
 
 class StepLosses:
-    """Tells every optimizer the mean loss of a step, the same number on all ranks of all stages.
+    """Reports the mean loss of a step to every optimizer, equal on all ranks of all stages.
 
     Megatron's schedules pass each micro-batch's loss through ``config.grad_scale_func``, the optimizer's
     ``scale_loss``, before its backward pass: the loss is recorded there, as the user's loss function made it. The mean
@@ -27,10 +27,10 @@ class StepLosses:
 
     Args:
         built: The optimizer of the whole model; its ``scale_loss``, ``zero_grad`` and ``step`` are wrapped.
-        optimizers: Those inside it.
+        optimizers: Our optimizers inside ``built``.
         chunks: The model chunks; a config without ``grad_scale_func`` is given the optimizer's ``scale_loss``.
         scale: Scale of the gradients.
-        announce: Called where no loss comes by.
+        announce: Shows a message if no loss is reported.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class StepLosses:
         built.scale_loss, built.zero_grad, built.step = recording, forgetting, stepping
 
     def _share(self) -> None:
-        """Average over all ranks that have a loss and tell everybody. A collective until the switch."""
+        """Average the loss over all ranks that have one, and report it on all. A collective until the switch."""
         if all(optimizer.switched for optimizer in self._optimizers):
             return
         if self._is_last and not self._losses and not self._warned:
@@ -86,9 +86,9 @@ class StepLosses:
             # The schedule has divided by the number of micro-batches.
             total[0], total[1] = torch.stack(self._losses).sum(), 1.0
         self._losses.clear()
-        # Over everybody: the tensor-parallel ranks of a stage each bring the same loss, other stages none.
+        # All ranks take part: tensor-parallel ranks of the last stage have equal losses, and other stages none.
         dist.all_reduce(total)
-        # Without any loss this is not a number, which the detector passes over.
+        # Without any loss this is NaN, which the detector ignores.
         mean = total[0] / total[1] * (self._scale.factor * self._scale.ranks)
         for optimizer in self._optimizers:
             optimizer.record_loss(mean)

@@ -1,4 +1,4 @@
-"""Main weights that are no fp32 tensors on the device between two steps: 16 bits of each, or on the host."""
+"""Between two steps main weights may be 16 bits of each on the device, or fp32 tensors on the host."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["HostWeights", "KeptWeights", "Remainders"]
 
 
 class _Pair(NamedTuple):
-    """A tensor of the optimizer's, and the same elements of the model: fp32 ones share the model's memory."""
+    """A tensor of the optimizer, and the model's tensor with the same elements; in fp32 they share memory."""
 
     main: Tensor
     model: Tensor
 
 
 def _pairs(wrapper: DistributedOptimizer) -> Iterator[_Pair]:
-    """The half-precision parameters' pieces on this rank, then those in fp32."""
+    """Yield this rank's pieces of half-precision parameters, then those of fp32 parameters."""
     models, mains = wrapper.shard_float16_groups, wrapper.shard_fp32_from_float16_groups
     for model_group, main_group in zip(models, mains, strict=True):
         yield from map(_Pair, main_group, model_group)
@@ -33,14 +33,14 @@ def _pairs(wrapper: DistributedOptimizer) -> Iterator[_Pair]:
 
 
 class KeptWeights(ABC):
-    """Where a distributed optimizer's main weights are between steps.
+    """Keeps a distributed optimizer's main weights between steps.
 
     The optimizer's tensors stay the same objects, of the same shapes, on the model's device, so that Megatron reduces,
-    scales, measures and clips their gradients as ever. Those that have no values there between steps read as NaN and
-    cannot be written to.
+    scales, measures and clips their gradients as before. Tensors without values between steps read as NaN and cannot be
+    written to.
 
     Args:
-        wrapper: The distributed optimizer, built, with all main weights.
+        wrapper: The built distributed optimizer, with all main weights.
     """
 
     def __init__(self, wrapper: DistributedOptimizer) -> None:
@@ -50,7 +50,7 @@ class KeptWeights(ABC):
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """The optimizer's tensors have their values inside; what is changed there is kept, and the model follows."""
+        """Give the optimizer's tensors their values inside the context; changes are kept, and the model follows."""
         outside = not self._here
         if outside:
             self.bring()
@@ -61,12 +61,12 @@ class KeptWeights(ABC):
                 self.put_away()
 
     def bring(self) -> None:
-        """Give the optimizer's tensors their values, and gradients beside them."""
+        """Give the optimizer's tensors their values, and move gradients beside them."""
         self._bring()
         self._here = True
 
     def put_away(self) -> None:
-        """Let the model have the weights, and keep them until they are brought again."""
+        """Copy the weights to the model, and keep them until they are brought again."""
         self._put_away()
         self._here = False
 
@@ -78,7 +78,7 @@ class KeptWeights(ABC):
 
 
 class Remainders(KeptWeights):
-    """The 16 bits of the fp32 main weight that a bf16 weight lacks; see :mod:`rankwise.updates.remainders`."""
+    """Keeps the 16 bits that a bf16 weight lacks of its fp32 main weight, from :mod:`rankwise.updates.remainders`."""
 
     def __init__(self, wrapper: DistributedOptimizer) -> None:
         super().__init__(wrapper)
@@ -98,22 +98,22 @@ class Remainders(KeptWeights):
 
 
 class HostWeights(KeptWeights):
-    """fp32 main weights in the host's memory, where the optimizer steps; its states follow its tensors.
+    """Keeps fp32 main weights in the host's memory, where the optimizer steps, with its states.
 
-    Of a model in fp32 the weights are its own, as without the setting: what is loaded or written into it counts. Those
-    of a model in fewer bits are the main weights.
+    If the model is in fp32, its own weights count, as without the setting: what is loaded or written into them stays.
+    If it has fewer bits, the main weights count.
 
     Args:
-        wrapper: See the base class.
-        pin_weights: Whether their memory is pinned.
-        pin_gradients: Alike.
+        wrapper: The built distributed optimizer, with all main weights.
+        pin_weights: Whether the memory of weights is pinned.
+        pin_gradients: Whether the memory of gradients is pinned.
     """
 
     def __init__(self, wrapper: DistributedOptimizer, pin_weights: bool, pin_gradients: bool) -> None:
         super().__init__(wrapper)
         self._host = [_on_host(main, main.dtype, pin_weights) for main, _ in self.pairs]
         self._grads = [_on_host(main, main.dtype, pin_gradients) for main, _ in self.pairs]
-        # Rounded here, half as much has to travel.
+        # Weights are rounded on the host, so that half as many bytes travel.
         self._rounded = [
             weight if model.dtype is weight.dtype else _on_host(model, model.dtype, pin_weights)
             for (_, model), weight in zip(self.pairs, self._host, strict=True)
@@ -131,12 +131,12 @@ class HostWeights(KeptWeights):
         for (main, model), weight in zip(self.pairs, self._host, strict=True):
             if model.dtype is main.dtype:
                 weight.copy_(model, non_blocking=True)
-        # Also for the weights that the last step has sent to the device.
+        # This also waits for weights that the last step has sent to the device.
         torch.cuda.current_stream().synchronize()
-        for (main, _), weight, found in zip(self.pairs, self._host, present, strict=True):
+        for (main, _), weight, gradient in zip(self.pairs, self._host, present, strict=True):
             main.grad = None
             main.data = weight
-            main.grad = found
+            main.grad = gradient
 
     def _put_away(self) -> None:
         for (main, model), weight, rounded in zip(self.pairs, self._host, self._rounded, strict=True):
@@ -152,12 +152,12 @@ def _on_host(like: Tensor, dtype: torch.dtype, pin: bool) -> Tensor:
 
 
 def _nowhere(like: Tensor, device: torch.device | None = None) -> Tensor:
-    """A tensor of that shape without memory."""
+    """Return a tensor of the shape without memory for its elements."""
     return torch.full((), torch.nan, dtype=like.dtype, device=device or like.device).expand(like.shape)
 
 
 def _forget_main_params(wrapper: DistributedOptimizer) -> None:
-    """As Megatron says of weights that are its optimizer's: ``--log-params-norm`` passes them over."""
+    """Mark weights as Megatron does those of its optimizer's, so that ``--log-params-norm`` leaves them out."""
     for group in wrapper.model_float16_groups:
         for parameter in group:
             parameter.main_param = None

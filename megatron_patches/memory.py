@@ -1,7 +1,7 @@
-"""Megatron's settings for the memory of weights, gradients and states: what they mean for our optimizers.
+"""This module handles Megatron's settings for the memory of weights, gradients and states for our optimizers.
 
 Megatron hands them to Transformer Engine's FusedAdam and to two instances of Adam, so that its own code must not see
-them: the stock classes are built as without them, and what they ask for is done by :mod:`.main_weights`.
+them: the stock classes are built without them, and :mod:`.main_weights` does what they ask for.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from rankwise.names import BY_NAME
 
 __all__ = ["buffer_refusals", "hidden", "hide", "keep", "memory_refusals", "steps_on_host", "take_settings"]
 
-# What Megatron's code must be told instead.
+# Megatron's code must find these values instead.
 _AS_WITHOUT: dict[str, Any] = {
     "use_precision_aware_optimizer": False,
     "use_precision_aware_optimizer_no_fp8_or_ds_fp8": False,
     "main_grads_dtype": torch.float32,
     "optimizer_cpu_offload": False,
 }
-# Options of ours that say in what type a state is kept.
+# These options of ours say in what type a state is kept.
 _STATE_TYPES = ("state_dtype", "error_dtype", "factor_dtype", "reference_dtype")
 _PRECISION, _OFFLOAD = "--use-precision-aware-optimizer", "--optimizer-cpu-offload"
 _KEPT = {"use_precision_aware_optimizer": _PRECISION, "optimizer_cpu_offload": _OFFLOAD}
@@ -35,10 +35,10 @@ _NEEDS_DISTRIBUTED = "the main weights are then pieces that no rank has whole; a
 
 @contextmanager
 def hidden(settings: Any) -> Iterator[None]:
-    """Megatron's code reads a config, or arguments, as if none of these settings had been made.
+    """Hide these settings of a config, or of arguments, from Megatron's code inside the context.
 
     Args:
-        settings: Settings of Megatron; changed inside, and as before afterwards.
+        settings: Settings of Megatron, which change inside the context and return afterwards.
     """
     before = hide(settings)
     try:
@@ -49,13 +49,13 @@ def hidden(settings: Any) -> Iterator[None]:
 
 
 def hide(settings: Any) -> dict[str, Any]:
-    """See :func:`hidden`, for good.
+    """Hide these settings from Megatron's code for good.
 
     Args:
         settings: Settings of Megatron.
 
     Returns:
-        What was set, by name.
+        The former values, by name.
     """
     before = {name: getattr(settings, name) for name in _AS_WITHOUT if hasattr(settings, name)}
     for name in before:
@@ -64,10 +64,10 @@ def hide(settings: Any) -> dict[str, Any]:
 
 
 def take_settings(config: Any, args: Any) -> None:
-    """Let a config that was made from arguments while they were :func:`hidden` have them after all.
+    """Give these settings to a config that was made from arguments while they were :func:`hidden`.
 
     Args:
-        config: The optimizer's.
+        config: The optimizer's config.
         args: Megatron's arguments.
     """
     for name in _AS_WITHOUT:
@@ -76,10 +76,10 @@ def take_settings(config: Any, args: Any) -> None:
 
 
 def keep(wrapper: Any) -> KeptWeights | None:
-    """What keeps the main weights of a wrapper between steps; None if they stay where Megatron has put them.
+    """Return what keeps the main weights of a wrapper between steps; None if they stay where Megatron has put them.
 
     Args:
-        wrapper: One of ours, built; its config has the settings as the user made them in ``rankwise_memory``.
+        wrapper: Built wrapper of our optimizer, whose config has the user's settings in ``rankwise_memory``.
     """
     config = wrapper.config
     if wrapper.optimizer is None or not isinstance(wrapper, DistributedOptimizer):
@@ -94,13 +94,13 @@ def steps_on_host(wrapper: Any) -> bool:
     """Whether a wrapper of ours has its main weights and states on the host.
 
     Args:
-        wrapper: See :func:`keep`.
+        wrapper: Built wrapper of our optimizer.
     """
     return bool(getattr(wrapper.config, "rankwise_memory", {}).get("optimizer_cpu_offload", False))
 
 
 def memory_refusals(settings: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Settings that cannot be done, with the reason and what works.
+    """Yield settings that cannot work, with the reason and what works.
 
     Args:
         settings: Megatron's config or arguments.
@@ -126,18 +126,18 @@ def memory_refusals(settings: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 def buffer_refusals(settings: Any, chunks: Sequence[Any]) -> Iterator[tuple[str, str]]:
-    """Settings that the model's gradient and weight buffers contradict, with the reason and what works.
+    """Yield settings that the model's gradient and weight buffers contradict, with the reason and what works.
 
     Args:
         settings: Megatron's config.
         chunks: The model chunks.
     """
     buffers = [chunk.ddp_config for chunk in chunks if hasattr(chunk, "ddp_config")]
-    if _type(settings, "main_grads_dtype") == "bf16" and any(found.grad_reduce_in_fp32 for found in buffers):
+    if _type(settings, "main_grads_dtype") == "bf16" and any(buffer.grad_reduce_in_fp32 for buffer in buffers):
         yield "--main-grads-dtype bf16", "the gradient buffers are in fp32; make them with grad_reduce_in_fp32=False"
     kept = [flag for field, flag in _KEPT.items() if getattr(settings, field, False)]
     for field in ("fp8_param_gather", "fp4_param_gather"):
-        if kept and any(getattr(found, field, False) for found in buffers):
+        if kept and any(getattr(buffer, field, False) for buffer in buffers):
             yield kept[0], f"a quantized weight has no 16 bits to add to; leave out --{field.replace('_', '-')}"
     if kept and any(getattr(get_model_config(chunk), "qk_clip", False) for chunk in chunks):
         yield (
@@ -161,14 +161,14 @@ def _offload_refusals(settings: Any, offload: bool) -> Iterator[tuple[str, str]]
 
 
 def _type(settings: Any, field: str) -> str:
-    """By its name on the command line, which is what arguments hold until they have been validated."""
+    """Return a type by its name on the command line, which arguments hold until they have been validated."""
     value = getattr(settings, field, torch.float32)
     names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "fp8"}
     return str(names.get(value, value))
 
 
 def _state_types(name: str) -> str:
-    """What is said to Megatron's names of Adam's moments."""
+    """Return the answer to Megatron's names of Adam's moments."""
     options = BY_NAME[name].optimizer.options_type
     ours = [f"--{options.flag(key)}" for key in _STATE_TYPES if key in options.names()]
     instead = f"use {' or '.join(ours)} for what can be kept in fewer bits"

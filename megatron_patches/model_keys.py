@@ -1,6 +1,6 @@
-"""Under which key, and where in it, a checkpoint has the weight that an optimizer knows by name.
+"""This module finds the key, and the place in it, under which a checkpoint has a weight that an optimizer names.
 
-Modules of Megatron store a weight under another name than theirs, and all layers' as one tensor: only a model tells.
+Modules of Megatron may store a weight under another name, and all layers' weights as one tensor: only a model says so.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ ModelKey = tuple[str, tuple[int, ...]]
 
 
 def model_keys(wrapper: MegatronOptimizer, model_state: Any) -> dict[str, ModelKey]:
-    """Key of each weight, and the place of its layer there. A collective of the pipeline stages' ranks.
+    """Return the key of each weight, and the place of its layer there. A collective of the pipeline stages' ranks.
 
     Args:
-        wrapper: One of ours.
+        wrapper: Wrapper of our optimizer.
         model_state: The model's sharded state.
 
     Returns:
-        By name. Without experts, whose names are each expert-parallel rank's own.
+        Keys by name, without experts, whose names are each expert-parallel rank's own.
     """
     stages: list[dict[str, ModelKey]] = [{} for _ in range(dist.get_world_size(wrapper.pipeline))]
     mine = dict(_own(wrapper, model_state)) if model_state and wrapper.optimizer is not None else {}

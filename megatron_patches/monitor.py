@@ -1,4 +1,4 @@
-"""The optimizer's health on the writers of Megatron's training loop: TensorBoard and Weights & Biases."""
+"""The writers of Megatron's training loop, TensorBoard and Weights & Biases, show the optimizer's health."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _latest: dict[str, Any] = {}
 
 
 def remember(built: MegatronOptimizer, name: str, pipeline: dist.ProcessGroup) -> None:
-    """The optimizer whose health is to be reported from now on.
+    """Report the health of an optimizer from now on.
 
     Args:
-        built: What the factory returned.
+        built: Result of the factory.
         name: The optimizer's name.
         pipeline: One rank of every pipeline stage, this one among them.
     """
@@ -28,31 +28,31 @@ def remember(built: MegatronOptimizer, name: str, pipeline: dist.ProcessGroup) -
 
 
 def health_of(wrappers: Sequence[Any]) -> dict[str, float]:
-    """What happened since the last reading on this rank's pipeline stage; every rank must call it.
+    """Return what happened since the last reading on this rank's pipeline stage; a collective.
 
     Args:
-        wrappers: Ours, around the parts of one model.
+        wrappers: Wrappers of our optimizers, for the parts of one model.
 
     Returns:
-        See :meth:`rankwise.step.optimizer.ShardedOptimizer.read_health` and, where they were asked for,
-        :meth:`megatron_patches.norms.Norms.read`; of a model with experts theirs begin
-        with ``experts/``, and those of further parts with ``part<n>/``.
+        The counters of :meth:`rankwise.step.optimizer.ShardedOptimizer.read_health` and, if they were asked for, the
+        norms of :meth:`megatron_patches.norms.Norms.read`. Names for experts begin with ``experts/``, and names for
+        further parts with ``part<n>/``.
     """
-    found: dict[str, float] = {}
+    health: dict[str, float] = {}
     for index, wrapper in enumerate(wrappers):
         inner = getattr(wrapper, "optimizer", None)
         if not isinstance(inner, ShardedOptimizer):
             continue
-        prefix = "experts/" if wrapper.holds_experts else f"part{index}/" if "matrices_updated" in found else ""
+        prefix = "experts/" if wrapper.holds_experts else f"part{index}/" if "matrices_updated" in health else ""
         norms = {} if wrapper.norms is None else wrapper.norms.read()
-        found |= {prefix + name: value for name, value in {**inner.read_health(), **norms}.items()}
-    return found
+        health |= {prefix + name: value for name, value in {**inner.read_health(), **norms}.items()}
+    return health
 
 
 def report_health(iteration: int) -> None:
     """Write ``optim/<type>/<metric>`` every ``--log-interval`` iterations, where a writer is configured.
 
-    Megatron waits for the device at that interval, too; at all others nothing is read. A collective.
+    Megatron waits for the device at these iterations, too; at all others nothing is read. A collective.
 
     Args:
         iteration: Number of iterations done.
@@ -61,7 +61,7 @@ def report_health(iteration: int) -> None:
 
     args = get_args()
     built = _latest["built"]() if _latest else None
-    # All ranks read together, though the last alone has writers.
+    # Reading is collective, though only the last rank has writers.
     is_watched = getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", None)
     if built is None or not is_watched or iteration % args.log_interval:
         return
@@ -82,11 +82,11 @@ def _means(built: Any) -> frozenset[str]:
 
 
 def _over_stages(mine: Mapping[str, float], means: frozenset[str], pipeline: dist.ProcessGroup) -> dict[str, float]:
-    """Totals and means over the pipeline stages: the writers' rank would else show the last one's alone."""
+    """Return totals and means over the pipeline stages, as the writers' rank has the last stage's only."""
     everyone: list[Mapping[str, float]] = [{}] * dist.get_world_size(pipeline)
     dist.all_gather_object(everyone, dict(mine), group=pipeline)
-    found: dict[str, list[float]] = {}
+    lists: dict[str, list[float]] = {}
     for stage in everyone:
         for name, value in stage.items():
-            found.setdefault(name, []).append(value)
-    return {name: sum(values) / (len(values) if name.rsplit("/")[-1] in means else 1) for name, values in found.items()}
+            lists.setdefault(name, []).append(value)
+    return {name: sum(values) / (len(values) if name.rsplit("/")[-1] in means else 1) for name, values in lists.items()}

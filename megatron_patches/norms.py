@@ -1,4 +1,4 @@
-"""Lengths of updates and weights by layer, for Megatron's writers: measured at its log interval alone."""
+"""Norms of updates and weights by layer are measured for Megatron's writers, at its log interval only."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from rankwise.step.optimizer import ShardedOptimizer
 __all__ = ["BY", "Norms", "check_norms", "next_iteration"]
 
 BY = ("layer", "weight")
-"""What is measured together: all weights of a transformer layer (and of each module outside), or each by itself."""
+"""What shares a norm: all weights of a transformer layer (or of a module outside the layers), or each weight alone."""
 _LAYER = re.compile(r"^(.*?layers\.\d+)\.")
 
 
 def check_norms(by: Any, interval: Any) -> None:
-    """Check what is to be measured, and how often.
+    """Check what is measured, and how often.
 
     Args:
         by: One of :data:`BY`; None for nothing.
-        interval: Steps.
+        interval: Number of steps from one measured step to the next.
 
     Raises:
-        OptionError: A value outside its range.
+        OptionError: A value is outside its range.
     """
     if by is not None and by not in BY:
         raise OptionError(
@@ -45,12 +45,12 @@ def check_norms(by: Any, interval: Any) -> None:
 
 
 class _Plan(NamedTuple):
-    """What is measured of a unit, worked out once.
+    """What is measured of a unit, planned once.
 
     Attributes:
-        labels: Labels of all ranks of the pipeline stage, alike on all of them.
-        tensors: Those of the unit that are counted here: each element on one rank.
-        places: The position among the labels of each.
+        labels: Labels of all ranks of the pipeline stage, equal on all of them.
+        tensors: Tensors of the unit that this rank counts: one rank counts each element.
+        places: Position of each tensor's label among the labels.
     """
 
     labels: tuple[str, ...]
@@ -61,8 +61,8 @@ class _Plan(NamedTuple):
 class Norms:
     """Measures what a step changes: two norms for each layer, in one sum over ranks when they are read.
 
-    A measured step goes through the weights that this rank steps thrice more than others, in a handful of launches
-    and a copy of these weights; all other steps do nothing. Nothing waits for the device before :meth:`read`.
+    A measured step copies the weights that this rank steps, and passes through them three more times, in a handful of
+    launches; all other steps do nothing. Nothing waits for the device before :meth:`read`.
 
     Args:
         by: One of :data:`BY`.
@@ -78,7 +78,7 @@ class Norms:
         self._squares: Tensor | None = None
 
     def watch(self, inner: ShardedOptimizer) -> None:
-        """Measure the steps of an optimizer, whatever is around it.
+        """Measure the steps of an optimizer, whatever wraps it.
 
         Args:
             inner: The optimizer.
@@ -88,7 +88,7 @@ class Norms:
 
     @torch.no_grad()
     def begin(self, inner: ShardedOptimizer) -> None:
-        """Called before a step that will be taken, on all ranks.
+        """Begin to measure, on all ranks, before a step that will be taken.
 
         Args:
             inner: The optimizer.
@@ -102,10 +102,10 @@ class Norms:
 
     @torch.no_grad()
     def end(self, inner: ShardedOptimizer) -> None:
-        """Called after the step. The first measured one is a collective of the stage's ranks.
+        """Measure after the step. The first measured step is a collective of the stage's ranks.
 
         Args:
-            inner: The optimizer, whose tensors lie in the same order as before.
+            inner: The optimizer, whose tensors have the same order as before.
         """
         if self._before is None:
             return
@@ -119,12 +119,12 @@ class Norms:
         if plan.tensors:
             updates = [changes[id(tensor)] for tensor in plan.tensors]
             torch._foreach_add_(updates, plan.tensors)
-            rows = [torch.stack(list(torch._foreach_norm(each))).double().square() for each in (updates, plan.tensors)]
+            rows = [torch.stack(list(torch._foreach_norm(kind))).double().square() for kind in (updates, plan.tensors)]
             squares.index_add_(1, plan.places, torch.stack(rows))
         self._squares = squares
 
     def read(self) -> dict[str, float]:
-        """``update_norm/<layer>`` and ``weight_norm/<layer>`` of the last measured step, once; every rank calls it."""
+        """Return ``update_norm/<layer>`` and ``weight_norm/<layer>`` of the last measured step, once; a collective."""
         if self._squares is None or self._plans is None:
             return {}
         squares, self._squares = self._squares, None
@@ -140,7 +140,7 @@ class Norms:
     def _planned(self, inner: ShardedOptimizer, unit: StepUnit) -> _Plan:
         layout = inner.planner.source
         assert isinstance(layout, MegatronLayout)
-        # Of what several ranks hold alike one copy counts, and a weight that an earlier stage has, too, counts there.
+        # One of several equal copies counts, and a weight that an earlier stage has, too, counts there.
         mine = {
             entry.shard.tensor: entry.info.name
             for entry in unit.stored_entries
@@ -156,9 +156,9 @@ class Norms:
     def _label(self, name: str) -> str:
         if self._by == "weight":
             return name
-        found = _LAYER.match(name)
+        layer = _LAYER.match(name)
         shard = name.partition("@")[2]
-        return (found[1] if found else name.rpartition(".")[0]) + (f"@{shard}" if shard else "")
+        return (layer[1] if layer else name.rpartition(".")[0]) + (f"@{shard}" if shard else "")
 
 
 def _weights(inner: ShardedOptimizer) -> list[Tensor]:
@@ -166,10 +166,10 @@ def _weights(inner: ShardedOptimizer) -> list[Tensor]:
 
 
 def next_iteration() -> int | None:
-    """The iteration that Megatron's training loop will log after the present step; None in another loop."""
+    """Return the iteration that Megatron's training loop will log after the present step; None in another loop."""
     module = sys.modules.get("megatron.training.global_vars")
     try:
         done = None if module is None else getattr(module.get_args(), "curr_iteration", None)
-    except AssertionError:  # Not initialised: somebody else's loop has imported it.
+    except AssertionError:  # another loop has imported the module without initialising it
         return None
     return None if done is None else int(done) + 1

@@ -1,4 +1,4 @@
-"""Weights and states of an optimizer that wait in the host's memory, while the device serves a model."""
+"""Weights and states of an optimizer wait in the host's memory while the device serves a model."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def is_on_device(tensor: Tensor) -> bool:
 
 
 class Offloading:
-    """Takes an optimizer's tensors to the host and puts them back where they were.
+    """Moves an optimizer's tensors to the host and back to where they were.
 
-    What has always lain on the host, as step counts do, stays there: on the device every step would wait for it.
+    Tensors that were on the host before, as step counts are, stay there: on the device every step would wait for them.
 
     Args:
         inner: The optimizer.
@@ -30,7 +30,7 @@ class Offloading:
     def __init__(self, inner: ShardedOptimizer) -> None:
         self._inner = inner
         self._weights: dict[Tensor, torch.device] = {}
-        # By the identity of the dictionary a state lies in, which outlives the move, and its name there.
+        # Keys are the identity of a state's dictionary, which outlives the move, and the state's name.
         self._states: dict[tuple[int, str], torch.device] = {}
 
     def offload(self, model_memory: Collection[int]) -> None:
@@ -40,8 +40,8 @@ class Offloading:
             model_memory: Addresses of the memory of the model's own weights, which stay where they are.
         """
         for weight in self._main_weights():
-            own = weight.untyped_storage().data_ptr() not in model_memory and not _is_elsewhere(weight)
-            if is_on_device(weight) and own:
+            is_own = weight.untyped_storage().data_ptr() not in model_memory and not _is_elsewhere(weight)
+            if is_on_device(weight) and is_own:
                 self._weights[weight] = weight.device
                 weight.data = weight.data.to("cpu", copy=True)
         for state in self._dictionaries():
@@ -51,7 +51,7 @@ class Offloading:
                     state[name] = value.to("cpu", copy=True)
 
     def restore(self) -> None:
-        """Move back what :meth:`offload` has moved."""
+        """Move back the tensors that :meth:`offload` has moved."""
         for weight, device in self._weights.items():
             weight.data = weight.data.to(device, copy=True)
         for state in self._dictionaries():
@@ -73,12 +73,12 @@ class Offloading:
 
 
 def _is_elsewhere(weight: Tensor) -> bool:
-    """Whether it is kept in other tensors between steps, and has no memory for all of its elements."""
+    """Whether a weight is kept in other tensors between steps, and has no memory for all of its elements."""
     return weight.untyped_storage().nbytes() < weight.numel() * weight.element_size()
 
 
 class _AllStates:
-    """What a framework takes for a part of Megatron's hybrid optimizer: asked for its states, all have been moved."""
+    """Stands for a part of Megatron's hybrid optimizer, and moves all states when a framework asks for its own."""
 
     def __init__(self, offload: Callable[[], None]) -> None:
         self._offload = offload
@@ -96,9 +96,9 @@ def let_others_move(inner: Any, offload: Callable[[], None], restore: Callable[[
     through one after the other and whose ``_move_new_state_to_right_device`` they call in the end.
 
     Args:
-        inner: The optimizer; given these attributes.
-        offload: Moves all of its states.
-        restore: Moves them back.
+        inner: The optimizer, which gets these attributes.
+        offload: Moves all states of the optimizer.
+        restore: Moves the states back.
     """
     inner.sub_optimizers = (_AllStates(offload),)
     inner.inner_param_to_orig_param = {}

@@ -1,4 +1,4 @@
-"""Overrides of param groups that frameworks hand to Megatron's factory, in terms of our optimizers."""
+"""Frameworks hand overrides of param groups to Megatron's factory, which are translated here for our optimizers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rankwise.states.optimizer_spec import OptimizerSpec
 __all__ = ["from_conditions", "suited"]
 
 Overrides = Mapping[ParamKey, ParamGroupOverride]
-# How the names of the predicates begin that ``get_mup_config_overrides`` makes.
+# Names of the predicates that ``get_mup_config_overrides`` makes begin so.
 _MUP = "mup_"
 # Arguments of the factory before megatron-core 0.16, which NeMo still passes.
 _CONDITIONS = ("no_weight_decay_cond", "scale_lr_cond", "lr_mult")
@@ -28,11 +28,11 @@ def from_conditions(config: OptimizerConfig, given: dict[str, Any]) -> None:
 
     Args:
         config: Megatron's config.
-        given: Keyword arguments of the factory; changed in place.
+        given: Keyword arguments of the factory, which change in place.
     """
-    found = [given.pop(name, None) for name in _CONDITIONS]
-    no_decay, scaled, lr_mult = found
-    if found == [None, None, None] or (no_decay is None and scaled is None):
+    conditions = [given.pop(name, None) for name in _CONDITIONS]
+    no_decay, scaled, lr_mult = conditions
+    if conditions == [None, None, None] or (no_decay is None and scaled is None):
         return
     overrides = dict(given.get("config_overrides") or {})
     if no_decay is None:
@@ -59,22 +59,22 @@ def suited(
     spec: OptimizerSpec,
     parameters: Mapping[Parameter, ModelParameter],
 ) -> Overrides | None:
-    """MuP's overrides (``--use-mup``), made for Adam, in terms of one of our optimizers.
+    """Translate MuP's overrides (``--use-mup``), which are made for Adam, for one of our optimizers.
 
-    Its eps is a share of ``adam_eps``, which ours do not read: it becomes that share of their own. Its rates of
+    Their eps is a share of ``adam_eps``, which ours do not read: it becomes that share of their own. Their rates of
     matrices are divided by the width, as suits Adam's updates; the updates of orthogonalised matrices have a length of
     their own (option ``scale``), and keep their rate, as those of Megatron's Muon do.
 
     Args:
-        overrides: As given to the factory.
+        overrides: Overrides that were given to the factory.
         config: Megatron's config.
         spec: Spec of the optimizer.
-        parameters: The model's.
+        parameters: The model's parameters.
     """
     if not overrides:
         return overrides
     eps = getattr(spec.options, "eps", None)
-    found: dict[ParamKey, ParamGroupOverride] = {}
+    suited_overrides: dict[ParamKey, ParamGroupOverride] = {}
     for key, override in overrides.items():
         predicate = key.with_name_predicate
         if isinstance(predicate, ParamWithNamePredicate) and predicate.name.startswith(_MUP):
@@ -82,8 +82,8 @@ def suited(
                 share = override["eps"] / config.adam_eps
                 override = {**override, "eps": eps * share}  # type: ignore[assignment, operator]
             key = replace(key, with_name_predicate=_without_orthogonal(predicate, spec, parameters))
-        found[key] = override
-    return found
+        suited_overrides[key] = override
+    return suited_overrides
 
 
 def _without_orthogonal(
@@ -94,8 +94,8 @@ def _without_orthogonal(
         return predicate
 
     def applies(parameter: Parameter, name: str) -> bool:
-        known = parameters.get(parameter)
-        orthogonal = known is not None and is_orthogonal(known.info) and route(known.info, spec.policy).rule == "matrix"
+        facts = parameters.get(parameter)
+        orthogonal = facts is not None and is_orthogonal(facts.info) and route(facts.info, spec.policy).rule == "matrix"
         return not orthogonal and bool(predicate(parameter, name))
 
     return ParamWithNamePredicate(predicate.name, applies)

@@ -1,4 +1,4 @@
-"""Which param group of a checkpoint belongs to which group of this run."""
+"""This module pairs the param groups of a checkpoint with the groups of this run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rankwise.step.optimizer import ShardedOptimizer
 __all__ = ["GROUP_KEYS", "RATES", "Group", "match_groups", "share_members"]
 
 _KIND = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-"""What every version of Megatron tells groups apart by."""
+"""Settings by which every version of Megatron tells groups apart."""
 RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
-"""What users override for some parameters, of which Megatron's own keys know nothing before 0.19."""
+"""Settings that users override for some parameters; before 0.19 they are not among Megatron's own keys."""
 GROUP_KEYS = tuple(dict.fromkeys((*_KIND, *param_group_identifier_keys, *RATES, "default_config")))
-"""What Megatron and its users tell groups apart by."""
+"""Settings by which Megatron and its users tell groups apart."""
 _NUMBERS = re.compile(r"(?<=local_experts\.)\d+|(?<=experts\.linear_fc[12]\.weight)\d+|@tp\d+$")
 
 
@@ -26,9 +26,9 @@ class Group(NamedTuple):
     """A param group, of this run or of a checkpoint.
 
     Attributes:
-        settings: All but its tensors.
-        members: Names of its parameters on all pipeline stages, without the numbers of experts and shards; empty where
-            the checkpoint has none.
+        settings: All entries of the group but its tensors.
+        members: Names of its parameters on all pipeline stages, without the numbers of experts and shards; empty if the
+            checkpoint has no names.
     """
 
     settings: Mapping[str, Any]
@@ -36,7 +36,7 @@ class Group(NamedTuple):
 
 
 def share_members(wrappers: Sequence[MegatronOptimizer], pipeline: dist.ProcessGroup) -> list[list[frozenset[str]]]:
-    """Names of the parameters of every group of every wrapper, other stages' too. A collective of the stages' ranks.
+    """Return the names of all stages' parameters by wrapper and group. A collective of the stages' ranks.
 
     Args:
         wrappers: The optimizer's wrappers, as many on every stage.
@@ -45,56 +45,56 @@ def share_members(wrappers: Sequence[MegatronOptimizer], pipeline: dist.ProcessG
     mine = [_members(wrapper.optimizer) for wrapper in wrappers]
     stages: list[list[list[set[str]]]] = [[] for _ in range(dist.get_world_size(pipeline))]
     dist.all_gather_object(stages, mine, group=pipeline)
-    found = []
+    members = []
     for stubs_and_groups in zip(*stages, strict=True):
-        known = [groups for groups in stubs_and_groups if groups]
-        found.append([frozenset().union(*same) for same in zip(*known, strict=True)])
-    return found
+        present = [groups for groups in stubs_and_groups if groups]
+        members.append([frozenset().union(*same) for same in zip(*present, strict=True)])
+    return members
 
 
 def _members(inner: ShardedOptimizer | None) -> list[set[str]]:
-    if inner is None:  # A stage without such parameters.
+    if inner is None:  # this stage has no such parameters
         return []
     return [{_NUMBERS.sub("", name) for name in names} for names in inner.table.names_by_group(len(inner.param_groups))]
 
 
 def match_groups(current: Sequence[Group], saved: Sequence[Group]) -> list[Mapping[str, Any]]:
-    """The checkpoint's settings for every group of this run; empty where it has no such group.
+    """Return the checkpoint's settings for every group of this run; empty if it has no such group.
 
-    Groups are paired by all that Megatron and its users tell them apart by; those whose rates were changed since, by
-    their parameters; what is left then, by kind, where that leaves no choice. Another layout may order them
-    differently.
+    Groups are first paired by all settings by which Megatron and its users tell them apart; groups whose rates have
+    changed since, by their parameters; and the remaining groups by kind, where that leaves no choice. Another layout
+    may order groups differently.
 
     Args:
         current: This run's groups.
-        saved: The checkpoint's.
+        saved: The checkpoint's groups.
 
     Raises:
         ValueError: A group could be any of several that differ.
     """
-    found: dict[int, int] = {}
-    _pair(found, current, saved, range(len(saved)), GROUP_KEYS)
-    rest = [
+    pairs: dict[int, int] = {}
+    _pair(pairs, current, saved, range(len(saved)), GROUP_KEYS)
+    unused = [
         other for other in range(len(saved)) if not any(_same(saved[other], group, GROUP_KEYS) for group in current)
     ]
-    for index in _unpaired(found, current):
-        sharing = [other for other in rest if current[index].members & saved[other].members]
+    for index in _unpaired(pairs, current):
+        sharing = [other for other in unused if current[index].members & saved[other].members]
         if len(sharing) == 1 and _same(current[index], saved[sharing[0]], _KIND):
-            found[index] = sharing[0]
-    rest = [other for other in rest if other not in found.values()]
-    for index in _unpaired(found, current):
-        rivals = [other for other in _unpaired(found, current) if _same(current[other], current[index], _KIND)]
-        choice = [other for other in rest if _same(saved[other], current[index], _KIND)]
+            pairs[index] = sharing[0]
+    unused = [other for other in unused if other not in pairs.values()]
+    for index in _unpaired(pairs, current):
+        rivals = [other for other in _unpaired(pairs, current) if _same(current[other], current[index], _KIND)]
+        choice = [other for other in unused if _same(saved[other], current[index], _KIND)]
         if choice and len(rivals) > 1:
             raise _ambiguous(current[index], [saved[other] for other in choice])
-    _pair(found, current, saved, rest, _KIND)
-    return [saved[found[index]].settings if index in found else {} for index in range(len(current))]
+    _pair(pairs, current, saved, unused, _KIND)
+    return [saved[pairs[index]].settings if index in pairs else {} for index in range(len(current))]
 
 
 def _pair(
     found: dict[int, int], current: Sequence[Group], saved: Sequence[Group], among: Sequence[int], keys: Sequence[str]
 ) -> None:
-    """Pair the groups that agree in some settings; of several that do, by their parameters."""
+    """Pair groups that agree in some settings, and among several of these by their parameters."""
     for index in _unpaired(found, current):
         group = current[index]
         choice = [other for other in among if _same(saved[other], group, keys)]

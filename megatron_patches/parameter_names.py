@@ -1,4 +1,4 @@
-"""Names of parameters, compared over the pipeline: two weights under one name would share their states."""
+"""Names of parameters are compared over the pipeline, because two weights under one name would share their states."""
 
 from __future__ import annotations
 
@@ -22,47 +22,47 @@ _SHOWN = 3
 
 
 def describe_model(chunks: Sequence[nn.Module], groups: ParallelGroups) -> dict[Parameter, ModelParameter]:
-    """As :func:`~megatron_patches.parameters.describe_chunks`, agreed upon. A collective of all ranks.
+    """Do :func:`~megatron_patches.parameters.describe_chunks`, and agree on it. A collective of all ranks.
 
     Args:
         chunks: The chunks passed to ``get_megatron_optimizer``.
         groups: This rank's process groups.
 
     Raises:
-        LayoutError: On every rank, where one of them cannot describe its parameters, two stages give different
-            weights the same name, or tensor-parallel ranks have different values of a weight that all hold whole.
+        LayoutError: On every rank: a rank cannot describe its parameters, two stages give different weights one name,
+            or tensor-parallel ranks have different values of a weight that each holds whole.
     """
-    found: dict[Parameter, ModelParameter] = {}
+    parameters: dict[Parameter, ModelParameter] = {}
     failure = None
     try:
-        found = describe_chunks(chunks, groups)
+        parameters = describe_chunks(chunks, groups)
     except LayoutError as error:
         failure = str(error)
-    stages = _stages(found, groups.pipeline)
+    stages = _stages(parameters, groups.pipeline)
     failure = failure or _equal_names(stages)
-    apart = differing_copies(found, groups, chunks)
+    apart = differing_copies(parameters, groups, chunks)
     _refuse_together(failure or apart, chunks)
     stage = dist.get_rank(groups.pipeline)
     earlier = Counter(name for names in stages[:stage] for name, _ in names)
-    return {parameter: replace(known, stage_copy=earlier[known.info.name]) for parameter, known in found.items()}
+    return {parameter: replace(facts, stage_copy=earlier[facts.info.name]) for parameter, facts in parameters.items()}
 
 
 def _stages(found: Mapping[Parameter, ModelParameter], pipeline: dist.ProcessGroup) -> list[list[tuple[str, bool]]]:
     stages: list[list[tuple[str, bool]]] = [[] for _ in range(dist.get_world_size(pipeline))]
-    dist.all_gather_object(stages, [(known.info.name, known.shared) for known in found.values()], group=pipeline)
+    dist.all_gather_object(stages, [(facts.info.name, facts.shared) for facts in found.values()], group=pipeline)
     return stages
 
 
 def _equal_names(stages: Sequence[Sequence[tuple[str, bool]]]) -> str | None:
-    """What is wrong with the stages' names, if anything is."""
+    """Return what is wrong with the stages' names, or None."""
     holders: dict[str, list[int]] = {}
-    own: set[str] = set()
+    unshared: set[str] = set()
     for stage, names in enumerate(stages):
         for name, shared in names:
             holders.setdefault(name, []).append(stage)
             if not shared:
-                own.add(name)
-    twice = {name: places for name, places in holders.items() if len(places) > 1 and name in own}
+                unshared.add(name)
+    twice = {name: places for name, places in holders.items() if len(places) > 1 and name in unshared}
     if not twice:
         return None
     shown = "; ".join(f"'{name}' on stages {places}" for name, places in list(twice.items())[:_SHOWN])

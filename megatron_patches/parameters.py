@@ -1,4 +1,4 @@
-"""What Megatron's modules say of their parameters: global names, roles, logical shapes, and how they are cut."""
+"""Megatron's modules say here what global names, roles, logical shapes and cuts their parameters have."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from rankwise.routing.roles import ParameterInfo, Role, attach_info
 __all__ = ["ModelParameter", "bare_model", "describe_chunks", "is_expert"]
 
 _LINEAR = re.compile(r"(Column|Row)ParallelLinear$|^TE\w*Linear$|^Linear$")
-# Transformer Engine's layers hold what is a module of its own among Megatron's, under whose name it goes: checkpoints
-# move from one to the other, as Megatron's do.
+# Transformer Engine's layers hold parameters that are modules of their own in Megatron. They get those modules' names,
+# so that checkpoints move from one to the other, as Megatron's do.
 _INSIDE_OTHERS = (
     (re.compile(r"self_attention\.linear_qkv\.layer_norm_(weight|bias)$"), r"input_layernorm.\1"),
     (re.compile(r"mlp\.linear_fc1\.layer_norm_(weight|bias)$"), r"pre_mlp_layernorm.\1"),
     (re.compile(r"linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$"), r"\1_layernorm.\2"),
     (re.compile(r"experts\.(linear_fc[12])\.(weight|bias)(\d+)$"), r"experts.local_experts.\3.\1.\2"),
-    # Since 0.19 a state-space layer's own; Megatron's checkpoints have kept the name.
+    # Since 0.19 these are a state-space layer's own; Megatron's checkpoints have kept the name.
     (re.compile(r"\.conv1d_(weight|bias)$"), r".conv1d.\1"),
 )
 _HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
@@ -41,14 +41,14 @@ class ModelParameter:
     Attributes:
         info: Global name, logical (unsharded) shape and role.
         local_shape: Shape of the tensor-parallel shard.
-        dim: The dimension tensor parallelism cuts, or None where every tensor-parallel rank holds the whole.
-        sections: Rows of the pieces the shard consists of, one from each of as many sections of the logical parameter
-            (gate and up projections that are stored as one weight have two); empty where that is one.
+        dim: Dimension that tensor parallelism cuts; None where every tensor-parallel rank holds the whole.
+        sections: Rows of the shard's pieces, one from each section of the logical parameter (gate and up projections
+            that are stored as one weight have two); empty if that is one section.
         rank: This rank's position among the ``ways`` tensor-parallel shards.
         ways: Number of tensor-parallel ranks.
         expert: Whether it belongs to one rank's experts.
-        shared: Whether Megatron keeps copies on several pipeline stages alike, as it does tied embeddings.
-        stage_copy: Which of these copies this is.
+        shared: Whether Megatron keeps equal copies on several pipeline stages, as of tied embeddings.
+        stage_copy: Number of this copy among these copies.
     """
 
     info: ParameterInfo
@@ -62,12 +62,12 @@ class ModelParameter:
     stage_copy: int = 0
 
     def slices(self, start: int, end: int, copy: int) -> tuple[Slice, ...]:
-        """The elements [start, end) of the flattened shard, in terms of the logical parameter.
+        """Return the elements [start, end) of the flattened shard in terms of the logical parameter.
 
         Args:
             start: First element, stored at offset 0 of the optimizer's tensor.
-            end: One past the last.
-            copy: Which data-parallel copy of the shard this is.
+            end: Element behind the last one.
+            copy: Number of the shard's data-parallel copy.
         """
         if self.dim is None:
             return (Slice(self.info.name, start, end, 0, None, copy * self.ways + self.rank),)
@@ -76,19 +76,19 @@ class ModelParameter:
             columns = (self.rank * width, (self.rank + 1) * width) if self.ways > 1 else None
             return (Slice(self.info.name, start, end, 0, columns, copy),)
         row = prod(self.local_shape[1:])
-        found, first = [], 0
+        slices, first = [], 0
         for rows in self.sections or self.local_shape[:1]:
             numel = rows * row
             held = Interval(start, end).common(first, first + numel)
             if held.length:
                 shift = first * (self.ways - 1) + self.rank * numel
-                found.append(Slice(self.info.name, *held.shifted(shift), held.start - start, None, copy))
+                slices.append(Slice(self.info.name, *held.shifted(shift), held.start - start, None, copy))
             first += numel
-        return tuple(found)
+        return tuple(slices)
 
 
 def bare_model(chunk: nn.Module) -> nn.Module:
-    """The model without Megatron's data-parallel and half-precision wrappers."""
+    """Return the model without Megatron's data-parallel and half-precision wrappers."""
     while isinstance(inner := getattr(chunk, "module", None), nn.Module):
         chunk = inner
     return chunk
@@ -107,9 +107,9 @@ def describe_chunks(chunks: Sequence[nn.Module], groups: ParallelGroups) -> dict
         groups: This rank's process groups.
 
     Raises:
-        LayoutError: A parameter is cut in a way this version does not know.
+        LayoutError: A parameter is cut in a way that this version does not know.
     """
-    found: dict[Parameter, ModelParameter] = {}
+    described_parameters: dict[Parameter, ModelParameter] = {}
     for chunk in chunks:
         model = bare_model(chunk)
         roles = dict(_roles(model))
@@ -128,13 +128,13 @@ def describe_chunks(chunks: Sequence[nn.Module], groups: ParallelGroups) -> dict
                 suffix = described.info.name.removeprefix(name)
                 described = _with_bias(described, _global_name(bias, prefixes) + suffix)
             described = _with_fused(described, local_name, modules)
-            found[parameter] = described
+            described_parameters[parameter] = described
             attach_info(parameter, described.info)
-    return found
+    return described_parameters
 
 
 def _embedding_copies(model: nn.Module) -> Iterator[Parameter]:
-    """The last stage's copies of the first stage's embeddings, which Megatron saves under the embedding's name."""
+    """Yield the last stage's copies of the first stage's embeddings, which Megatron saves under the latter's name."""
     for module in model.modules():
         if getattr(module, "share_embeddings_and_output_weights", False) and not getattr(module, "pre_process", True):
             weight = getattr(getattr(module, "output_layer", None), "weight", None)
@@ -150,19 +150,19 @@ def _embedding_copies(model: nn.Module) -> Iterator[Parameter]:
 
 
 def _known_cuts(model: nn.Module, groups: ParallelGroups) -> dict[Parameter, ParameterCut | None]:
-    """How every parameter is cut: as declared to checkpoints, else by Transformer Engine's class, else as marked."""
+    """Return every parameter's cut, by declarations to checkpoints, else Transformer Engine's class, else marks."""
     marked = {parameter: marked_cut(parameter) for parameter in model.parameters()}
     by_class = dict(_transformer_engine_cuts(model))
     if all(groups.tensor(expert)[1] == 1 for expert in (False, True)):
         return marked | by_class
-    found: dict[Parameter, ParameterCut | None] = {}
+    cuts: dict[Parameter, ParameterCut | None] = {}
     declared = declared_cuts(model, groups)
     for parameter, mark in marked.items():
         believed = by_class.get(parameter, mark)
         said = declared.get(parameter, WHOLE)
-        # Megatron's default declares what it finds in a user's containers whole: a mark counts more than that.
-        found[parameter] = believed if said in (WHOLE, None) and believed != WHOLE else said
-    return found
+        # Megatron's default declares parameters in a user's containers whole; a mark counts more than that.
+        cuts[parameter] = believed if said in (WHOLE, None) and believed != WHOLE else said
+    return cuts
 
 
 def _describe(
@@ -200,11 +200,11 @@ def _describe(
 
 
 def _transformer_engine_cuts(model: nn.Module) -> Iterator[tuple[Parameter, ParameterCut]]:
-    """Cuts of the parameters that Transformer Engine's layers mark wrongly.
+    """Yield cuts of the parameters that Transformer Engine's layers mark wrongly.
 
-    A layer that knows of no tensor parallelism (``parallel_mode`` None) marks its weights as cut by rows. That is so
-    where every rank holds them whole, and in experts' layers, where Megatron itself cuts the weights, by rows or by
-    columns, and exchanges the tokens. The class tells them apart.
+    A layer without tensor parallelism (``parallel_mode`` None) marks its weights as cut by rows. Such layers are those
+    whose weights every rank holds whole, and layers of experts, where Megatron itself cuts the weights, by rows or by
+    columns, and exchanges the tokens. Their classes tell them apart.
     """
     for module in model.modules():
         if not hasattr(module, "parallel_mode"):
@@ -228,7 +228,7 @@ def _transformer_engine_cuts(model: nn.Module) -> Iterator[tuple[Parameter, Para
 
 def _strips(module: nn.Module, kinds: str, parameter: Parameter) -> int:
     config = getattr(module, "config", None)
-    if "ColumnParallelGroupedLinear" in kinds:  # Of experts: gate and up projections, of which nothing is marked.
+    if "ColumnParallelGroupedLinear" in kinds:  # gate and up projections of experts have no mark
         return 2 if getattr(config, "gated_linear_unit", False) else 1
     return int(getattr(parameter, "partition_stride", 1))
 
@@ -239,7 +239,7 @@ def _with_bias(described: ModelParameter, bias: str) -> ModelParameter:
 
 
 def _with_fused(described: ModelParameter, name: str, modules: Mapping[str, nn.Module]) -> ModelParameter:
-    """Say which matrices a layer's weight holds."""
+    """Add which matrices a layer's weight holds."""
     path, _, local = name.rpartition(".")
     outer, _, layer = path.rpartition(".")
     if local.rstrip("0123456789") != "weight" or outer not in modules:
@@ -250,7 +250,7 @@ def _with_fused(described: ModelParameter, name: str, modules: Mapping[str, nn.M
 
 
 def _roles(model: nn.Module) -> Iterator[tuple[Parameter, Role]]:
-    """Roles by module; a later, more special one overrides an earlier one."""
+    """Yield roles by module; a later, more special role overrides an earlier one."""
     special: list[tuple[Parameter, Role]] = []
     for name, module in model.named_modules():
         kind = type(module).__name__
@@ -261,7 +261,7 @@ def _roles(model: nn.Module) -> Iterator[tuple[Parameter, Role]]:
                 special.append((parameter, Role.EMBEDDING))
             elif local.startswith("layer_norm_"):
                 yield parameter, Role.NORM
-            elif _LINEAR.search(kind):  # Before norms: Transformer Engine's TELayerNormColumnParallelLinear is both.
+            elif _LINEAR.search(kind):  # comes before norms, as TELayerNormColumnParallelLinear is both
                 yield parameter, Role.LINEAR
             elif "Norm" in kind:
                 yield parameter, Role.NORM
@@ -271,9 +271,9 @@ def _roles(model: nn.Module) -> Iterator[tuple[Parameter, Role]]:
 
 
 def _biases(model: nn.Module) -> dict[Parameter, str]:
-    """Local names of the biases that belong to linear weights."""
+    """Return the local names of the biases that belong to linear weights."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    found = {}
+    names_by_weight = {}
     for module in model.modules():
         if not _LINEAR.search(type(module).__name__):
             continue
@@ -281,44 +281,44 @@ def _biases(model: nn.Module) -> dict[Parameter, str]:
             kind = name.rstrip("0123456789")
             bias = getattr(module, f"bias{name.removeprefix(kind)}", None)
             if kind == "weight" and isinstance(bias, Parameter):
-                found[weight] = names[bias]
-    return found
+                names_by_weight[weight] = names[bias]
+    return names_by_weight
 
 
 def _global_prefixes(model: nn.Module, groups: ParallelGroups) -> Mapping[str, str]:
-    """Prefixes of module names that count layers and experts from this rank's first one, and what to call them."""
-    found: dict[str, str] = {}
+    """Return global names for prefixes of module names that count layers and experts from this rank's first one."""
+    prefixes: dict[str, str] = {}
     for name, module in model.named_modules():
-        found |= {f"{name}.{local}": f"{name}.{layer}" for local, layer in _layer_numbers(module).items()}
+        prefixes |= {f"{name}.{local}": f"{name}.{layer}" for local, layer in _layer_numbers(module).items()}
         experts = getattr(module, "num_local_experts", None)
         if experts and type(module).__name__ in ("SequentialMLP", "TEGroupedMLP"):
             first = groups.expert_rank * int(experts)
             for local in range(int(experts)):
-                found[f"{name}.local_experts.{local}"] = f"{name}.local_experts.{first + local}"
+                prefixes[f"{name}.local_experts.{local}"] = f"{name}.local_experts.{first + local}"
                 for layer in ("linear_fc1", "linear_fc2"):
                     for kind in ("weight", "bias"):
-                        found[f"{name}.{layer}.{kind}{local}"] = f"{name}.{layer}.{kind}{first + local}"
-    return found
+                        prefixes[f"{name}.{layer}.{kind}{local}"] = f"{name}.{layer}.{kind}{first + local}"
+    return prefixes
 
 
 def _layer_numbers(module: nn.Module) -> dict[str, int]:
-    """Positions of a list's layers in the whole model, by their positions on this stage, whatever their classes."""
+    """Return the positions of a list's layers in the whole model, by their positions on this stage."""
     children = {name: child for name, child in module.named_children() if name.isdigit()}
-    found = {name: getattr(child, "layer_number", None) for name, child in children.items()}
-    numbers = {name: number - 1 for name, number in found.items() if isinstance(number, int)}
-    if len(set(numbers.values())) < len(found):
-        return {}  # No layers, or parts of one layer, which all have its number.
+    layer_numbers = {name: getattr(child, "layer_number", None) for name, child in children.items()}
+    numbers = {name: number - 1 for name, number in layer_numbers.items() if isinstance(number, int)}
+    if len(set(numbers.values())) < len(layer_numbers):
+        return {}  # there are no layers, or parts of one layer, which all have its number
     return numbers
 
 
 def _global_name(name: str, prefixes: Mapping[str, str]) -> str:
-    """Apply the innermost prefix, then those of what contains it."""
+    """Apply the innermost prefix, then the prefixes of what contains it."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         prefix = ".".join(parts[:end])
         if prefix in prefixes:
             parts[end - 1] = prefixes[prefix].rsplit(".", 1)[-1]
-    found = ".".join(parts)
+    global_name = ".".join(parts)
     for inside, name in _INSIDE_OTHERS:
-        found = inside.sub(name, found)
-    return found
+        global_name = inside.sub(name, global_name)
+    return global_name

@@ -1,4 +1,4 @@
-"""The functions of Megatron that are replaced while :func:`apply` is in force: as few as let a name through.
+"""While :func:`apply` is in force, these functions of Megatron are replaced, as few as possible.
 
 Nothing of Megatron is imported before :func:`apply` or :func:`check` is called.
 """
@@ -23,7 +23,7 @@ Function = Callable[..., Any]
 
 
 class PatchError(RuntimeError):
-    """This Megatron differs from those the patches were tested with, or somebody else has replaced a function."""
+    """This Megatron differs from the tested versions, or somebody else has replaced a function."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Patch:
     """One replaced function.
 
     Attributes:
-        module: Where it is defined.
-        name: Its name there.
-        parameters: Names of its parameters, in order, in every tested version: of all, or of the first ones.
-        tested: Minor versions of megatron-core it was run with.
-        reason: Why it is replaced.
-        replace: From the stock function to ours.
-        command_line: Whether it belongs to ``megatron.training``.
-        open_end: Whether more parameters may follow, which we pass on.
+        module: Module that defines the function.
+        name: Name of the function.
+        parameters: Names of all its parameters, or of the first ones, in order, in every tested version.
+        tested: Minor versions of megatron-core that the patch was run with.
+        reason: Why the function is replaced.
+        replace: Makes our function from the stock one.
+        command_line: Whether the function belongs to ``megatron.training``.
+        open_end: Whether more parameters may follow, which are passed on.
     """
 
     module: str
@@ -58,13 +58,13 @@ class Patch:
 
 @dataclass(frozen=True)
 class PatchState:
-    """What :func:`check` says of a patch.
+    """What :func:`check` returns for a patch.
 
     Attributes:
         symbol: Full name of the replaced function.
-        tested: Minor versions of megatron-core it was run with.
-        reason: Why it is replaced.
-        applied: Whether it is in force.
+        tested: Minor versions of megatron-core that the patch was run with.
+        reason: Why the function is replaced.
+        applied: Whether the patch is in force.
     """
 
     symbol: str
@@ -279,20 +279,20 @@ PATCHES: tuple[Patch, ...] = (
 )
 
 _applied: dict[str, tuple[Function, Function, frozenset[str]]] = {}
-"""By symbol: the stock function, ours, and the modules that had imported ours from here before it was applied."""
+"""Stock function, our function, and modules that had imported ours before it was applied, by symbol."""
 
 
 def apply(command_line: bool | None = None) -> None:
-    """Let Megatron know our optimizers. A second call adds what is missing.
+    """Add our optimizers to Megatron's. A second call adds what is missing.
 
-    Modules that have already imported a replaced function by its name are updated too.
+    Modules that have already imported a replaced function by its name are updated, too.
 
     Args:
-        command_line: Whether ``megatron.training`` is to know our ``--optimizer`` names and flags. True imports it;
-            None means only if it has been imported already.
+        command_line: Whether ``megatron.training`` gets our ``--optimizer`` names and flags. True imports it; None
+            means only if it has been imported already.
 
     Raises:
-        PatchError: An untested megatron-core, or a function whose parameters have changed; nothing is replaced then.
+        PatchError: megatron-core is untested, or a function's parameters have changed; nothing is replaced then.
         ModuleNotFoundError: Megatron is not installed.
     """
     apex = detect_apex()
@@ -305,13 +305,15 @@ def apply(command_line: bool | None = None) -> None:
         if patch.symbol not in _applied:
             stock = _current(patch)
             ours = patch.replace(stock)
-            own = frozenset(name for name, module in list(sys.modules.items()) if _holds(module, patch.name, ours))
+            importers = frozenset(
+                name for name, module in list(sys.modules.items()) if _holds(module, patch.name, ours)
+            )
             _rebind(patch.name, stock, ours)
-            _applied[patch.symbol] = (stock, ours, own)
+            _applied[patch.symbol] = (stock, ours, importers)
 
 
 def revert() -> None:
-    """Put every replaced function back, in all modules that hold ours since. A second call does nothing.
+    """Put every replaced function back, in all modules that have imported ours. A second call does nothing.
 
     Raises:
         PatchError: Somebody has replaced a function after us; undo that first.
@@ -319,21 +321,21 @@ def revert() -> None:
     for patch in reversed(PATCHES):
         if patch.symbol not in _applied:
             continue
-        stock, ours, own = _applied[patch.symbol]
+        stock, ours, importers = _applied[patch.symbol]
         if _current(patch) is not ours:
             raise PatchError(f"{patch.symbol} was replaced by another package after apply(); undo that first")
-        _rebind(patch.name, ours, stock, own)
+        _rebind(patch.name, ours, stock, importers)
         del _applied[patch.symbol]
 
 
 def check(command_line: bool | None = None) -> tuple[PatchState, ...]:
-    """Whether the patches fit this Megatron, and which are in force. Changes nothing.
+    """Check that the patches fit this Megatron, and return which are in force. Nothing changes.
 
     Args:
-        command_line: See :func:`apply`.
+        command_line: Whether to check patches of ``megatron.training``; None means only if it has been imported.
 
     Raises:
-        PatchError: See :func:`apply`.
+        PatchError: megatron-core is untested, or a function's parameters have changed.
         ModuleNotFoundError: Megatron is not installed.
     """
     wanted = _wanted(command_line)
@@ -349,8 +351,8 @@ def _wanted(command_line: bool | None) -> list[Patch]:
 
 
 def _current(patch: Patch) -> Function:
-    found: Function = getattr(importlib.import_module(patch.module), patch.name)
-    return found
+    function: Function = getattr(importlib.import_module(patch.module), patch.name)
+    return function
 
 
 def _verify(patch: Patch) -> None:
@@ -372,7 +374,7 @@ def _verify(patch: Patch) -> None:
 
 
 def _rebind(name: str, old: Function, new: Function, except_in: Collection[str] = ()) -> None:
-    """Wherever a loaded module holds the function under its own name: most import it by name."""
+    """Replace the function in every loaded module that has it under its own name, as most import it by name."""
     for module_name, module in list(sys.modules.items()):
         if module_name not in except_in and _holds(module, name, old):
             setattr(module, name, new)

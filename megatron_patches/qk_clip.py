@@ -1,4 +1,4 @@
-"""QK-clip: Megatron scales rows of attention weights after a step, and our full-precision copies of them follow."""
+"""With QK-clip, Megatron scales rows of attention weights after a step, and our full-precision copies follow."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rankwise.step.optimizer import living_optimizers
 
 __all__ = ["main_weights_follow"]
 
-# The projections of Megatron's attention layers whose weights ``clip_qk`` scales.
+# ``clip_qk`` scales the weights of these projections of Megatron's attention layers.
 _CLIPPED = ("linear_qkv", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
 
 
 class _RowFactors:
     """Stands for a weight's full-precision copy while layers are clipped, and learns what each row is scaled by.
 
-    Megatron treats the copy as having the weight's shape, which the distributed optimizer's shards have not: it would
-    scale other elements than it means, where their number divides, and raise where it does not.
+    Megatron expects the copy to have the weight's shape, which shards of the distributed optimizer do not have. It
+    would scale other elements than it means if their number can be divided so, and raise otherwise.
 
     Args:
         weight: Weight of the model, (rows, columns).
@@ -35,7 +35,7 @@ class _RowFactors:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the layer was clipped; known without waiting for the device."""
+        """Whether the layer was clipped, which is known without waiting for the device."""
         return self.data._version != self._unscaled
 
     def scale(self, copy: Tensor, start: int, end: int, columns: int) -> None:
@@ -47,15 +47,15 @@ class _RowFactors:
 
 @contextmanager
 def main_weights_follow(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Whatever ``clip_qk`` scales in the body, our main weights are scaled by, too, whichever rank holds them.
+    """Scale our main weights, on whichever rank, as ``clip_qk`` scales weights inside the context.
 
     Args:
-        chunks: The model chunks. Those of Megatron's own optimizers are left to it.
+        chunks: The model chunks; Megatron handles those of its own optimizers.
     """
     sources = [inner.planner.source for inner in living_optimizers()]
     layouts = [source for source in sources if isinstance(source, MegatronLayout)]
     weights = [weight for weight in _clipped(chunks) if any(layout.knows(weight) for layout in layouts)]
-    # Weights without the attribute are the model's own in fp32, or another rank's to step.
+    # Weights without the attribute are fp32 weights of the model itself, or another rank steps them.
     held = [(weight, weight.main_param) for weight in weights if hasattr(weight, "main_param")]
     factors = {weight: _RowFactors(weight) for weight, _ in held}
     for weight, stand_in in factors.items():
@@ -74,14 +74,14 @@ def main_weights_follow(chunks: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _own_sizes(chunks: Sequence[nn.Module], layouts: Sequence[MegatronLayout]) -> Iterator[None]:
-    """Megatron clips a tensor-parallel rank's fused weight by the sizes of the whole one, and raises."""
+    """Give layers a tensor-parallel rank's sizes inside the context, as Megatron would use the whole's and raise."""
     whole: list[tuple[Any, int, int]] = []
     for layer in _layers(chunks):
         weight = getattr(getattr(layer, "linear_qkv", None), "weight", None)
         if isinstance(weight, Parameter) and any(layout.knows(weight) for layout in layouts):
             query, key = layer.query_projection_size, layer.kv_projection_size
-            ways, rest = divmod(query + 2 * key, weight.shape[0])
-            if ways > 1 and not (rest or query % ways or key % ways):
+            ways, remainder = divmod(query + 2 * key, weight.shape[0])
+            if ways > 1 and not (remainder or query % ways or key % ways):
                 whole.append((layer, query, key))
                 layer.query_projection_size, layer.kv_projection_size = query // ways, key // ways
     try:

@@ -1,7 +1,7 @@
-"""Records of our optimizers in Megatron's checkpoints: where they lie, and what they say of the layout.
+"""Our optimizers leave records in Megatron's checkpoints, which are found here and fitted to this run.
 
-Megatron gives experts an optimizer of their own only where expert parallelism cuts them, so that another size of it may
-ask for two records where the checkpoint has one, or the reverse. States are found by name all the same.
+Megatron gives experts an optimizer of their own only if expert parallelism cuts them, so that another size of it may
+ask for two records where the checkpoint has one, or the reverse. States are found by name in any case.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Records = Mapping[Place, Mapping[str, Any]]
 
 
 def nested(state: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """Everything in nested dictionaries and lists, with the keys that lead to it; what holds something comes first."""
+    """Yield all values in nested dictionaries and lists, with the keys that lead to them; containers come first."""
     yield place, state
     items: Any = ()
     if isinstance(state, Mapping):
@@ -44,14 +44,14 @@ def nested(state: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
 
 
 def at_place(state: Any, place: Place) -> Any:
-    """What lies in nested dictionaries and lists where these keys lead."""
+    """Return the value in nested dictionaries and lists to which these keys lead."""
     for key in place:
         state = state[key]
     return state
 
 
 def find_records(state: Any) -> Iterator[tuple[Place, Mapping[str, Any]]]:
-    """The records of optimizers of ours anywhere in nested dictionaries and lists, and where they lie."""
+    """Yield records of optimizers of ours anywhere in nested dictionaries and lists, after where they lie."""
     for place, holder in nested(state):
         record = holder.get(RECORD) if isinstance(holder, Mapping) else None
         if isinstance(record, Mapping) and "identity" in record:
@@ -59,12 +59,12 @@ def find_records(state: Any) -> Iterator[tuple[Place, Mapping[str, Any]]]:
 
 
 def any_layout(metadata: Mapping[str, Any] | None, common: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What a checkpoint says of its layout, corrected where ours wrote it: its states are read on any.
+    """Return what a checkpoint says of its layout, corrected if ours wrote it, so that it can be read on any layout.
 
     Args:
-        metadata: What Megatron stored. Some of its own formats belong to one layout; without the distributed
-            optimizer it names none, for which it asks on a resume with it.
-        common: What all ranks share of the checkpoint.
+        metadata: Metadata that Megatron stored. Some of its own formats belong to one layout; without the distributed
+            optimizer it names none, though a resume with it asks for one.
+        common: The part of the checkpoint that all ranks share.
     """
     if next(find_records(common), None) is None:
         return metadata
@@ -72,21 +72,21 @@ def any_layout(metadata: Mapping[str, Any] | None, common: Mapping[str, Any]) ->
 
 
 def plain_names(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Metadata for which Megatron leaves the names of several optimizers' states as they are.
+    """Return metadata for which Megatron puts no numbers before the names of several optimizers' states.
 
     Args:
-        metadata: Megatron's, of a checkpoint to be written, or that of one to be read.
+        metadata: Megatron's metadata of a checkpoint to be written or read.
     """
     given = {key: value for key, value in (metadata or {}).items() if key != _SHARDING}
     return {**given, _AVOID: True}
 
 
 def wanted_records(requested: Records, stored: Records) -> dict[Place, Mapping[str, Any]]:
-    """The checkpoint's record for each one that is asked for.
+    """Return the checkpoint's record for each record that is asked for.
 
     Args:
-        requested: This run's.
-        stored: The checkpoint's.
+        requested: Records of this run.
+        stored: Records of the checkpoint.
     """
     if requested.keys() == stored.keys() or not stored:
         return {place: stored[place] for place in requested.keys() & stored.keys()}
@@ -94,13 +94,13 @@ def wanted_records(requested: Records, stored: Records) -> dict[Place, Mapping[s
 
 
 def _joined(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One record with the groups of all, each as one of experts and as one of others."""
+    """Join records to one with all groups, each once as a group of experts and once of other parameters."""
     groups, members = [], []
     for record in records:
-        for group, own in zip(record["groups"], record["members"], strict=True):
+        for group, member_names in zip(record["groups"], record["members"], strict=True):
             for expert in (False, True):
                 groups.append({**group, "is_expert_parallel": expert})
-                members.append(own)
+                members.append(member_names)
     return {**records[0], "groups": groups, "members": members}
 
 
@@ -108,17 +108,17 @@ def relocate_records(loaded: Any, requested: Records, stored: Records) -> None:
     """Put the checkpoint's records where this run looks for them.
 
     Args:
-        loaded: What Megatron read; changed in place.
-        requested: This run's.
-        stored: The checkpoint's.
+        loaded: What Megatron read, which changes in place.
+        requested: Records of this run.
+        stored: Records of the checkpoint.
     """
     if requested.keys() == stored.keys() or not (requested and stored):
         return
-    found = wanted_records(requested, stored)
+    records = wanted_records(requested, stored)
     scalers = [at_place(loaded, place).get(_SCALER) for place in stored]
     for place in stored.keys() - requested.keys():
         _take_out(loaded, place)
-    for place, record in found.items():
+    for place, record in records.items():
         target = at_place(loaded, place)
         target[RECORD] = record
         if scalers[0] is not None:
@@ -127,7 +127,7 @@ def relocate_records(loaded: Any, requested: Records, stored: Records) -> None:
 
 def _take_out(loaded: Any, place: Place) -> None:
     here = at_place(loaded, place)
-    # Of what a rank had none of, Megatron keeps an empty dictionary.
+    # Megatron keeps an empty dictionary where a rank had no values.
     for key in [
         key for key, value in here.items() if key in (RECORD, _SCALER) or (isinstance(value, dict) and not value)
     ]:

@@ -1,4 +1,4 @@
-"""Optimizer names for Megatron, and the factory that builds its wrappers around our optimizers."""
+"""The registry has the optimizer names for Megatron, and the factory that builds its wrappers around our optimizers."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ __all__ = ["NAMES", "RankwiseConfig", "get_megatron_optimizer", "option_names", 
 NAMES: Mapping[str, Named] = BY_NAME
 """Optimizer class and preset options of each ``--optimizer`` name."""
 
-# Left to Megatron, however close they are to ours.
+# These names are left to Megatron, however close they are to ours.
 _STOCK_NAMES = ("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon")
 # These come from Megatron's own settings.
 _MEGATRON_OPTIONS = ("lr", "weight_decay", "store_param_remainders")
 _stock_factory: Callable[..., MegatronOptimizer] = stock.get_megatron_optimizer
-# What the fields of RankwiseConfig that Megatron's own class has not begin with.
+# Fields of RankwiseConfig that Megatron's own class lacks begin so.
 _OUR_FIELDS = "rankwise"
 _in_place_of_adam: list[RankwiseConfig] = []
 """The configuration of :func:`replace_adam`, at most one."""
@@ -63,17 +63,17 @@ class RankwiseConfig(OptimizerConfig):
 
     Attributes:
         rankwise: Keywords of the optimizer's class, for example ``{"rank": 256}``.
-        rankwise_layer_wise: Deal whole parameters out to the data-parallel ranks, as Megatron's layer-wise optimizer
-            does; without the distributed optimizer. bf16 and fp32.
+        rankwise_layer_wise: Whether data-parallel ranks get whole parameters, as in Megatron's layer-wise optimizer;
+            without the distributed optimizer, in bf16 and fp32.
         rankwise_tp_mode: ``"exact"``: tensor parallelism changes nothing but the order of sums. ``"block"``: every
             tensor-parallel shard is a matrix of its own, which needs no exchange between tensor-parallel ranks, but
             the trajectory and the checkpointed states depend on their number.
-        rankwise_override_checkpoint: On resuming, let the options in ``rankwise`` count where a checkpoint's differ, as
-            ``--override-opt_param-scheduler`` does. By default the checkpoint's count, as Megatron has it for the
-            hyper-parameters of its own optimizers, and one line says so.
-        rankwise_log_norms: ``"layer"`` or ``"weight"``: norms of updates and weights among what ``read_health()`` tells
-            and Megatron's writers get, for each transformer layer or each weight.
-        rankwise_log_interval: Steps from one that is measured to the next; in Megatron's own loop ``--log-interval``.
+        rankwise_override_checkpoint: Whether the options in ``rankwise`` count on resuming if a checkpoint's differ, as
+            with ``--override-opt_param-scheduler``. By default the checkpoint's count, as they do for the
+            hyper-parameters of Megatron's own optimizers, and one line says so.
+        rankwise_log_norms: ``"layer"`` or ``"weight"``: ``read_health()`` and Megatron's writers also get norms of
+            updates and weights, for each transformer layer or each weight.
+        rankwise_log_interval: Steps from one measured step to the next; in Megatron's own loop ``--log-interval``.
     """
 
     rankwise: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -87,8 +87,8 @@ class RankwiseConfig(OptimizerConfig):
         """Check the options.
 
         Raises:
-            OptionError: An optimizer nobody knows, an unknown key, or a value outside its range.
-            SupportError: A setting that cannot work, with the nearest one that does.
+            OptionError: The optimizer or a key is unknown, or a value is outside its range.
+            SupportError: A setting cannot work; the message names the nearest one that does.
         """
         for key in ("rankwise_layer_wise", "rankwise_override_checkpoint"):
             if not isinstance(getattr(self, key), bool):
@@ -112,7 +112,7 @@ class RankwiseConfig(OptimizerConfig):
         use_gloo_process_groups: bool = True,
         pg_collection: Any = None,
     ) -> MegatronOptimizer:
-        """Build the optimizer: the call Megatron-Bridge makes of configs that have it."""
+        """Build the optimizer; Megatron-Bridge calls this method of configs that have it."""
         return get_megatron_optimizer(
             self,
             list(model_chunks),
@@ -123,9 +123,9 @@ class RankwiseConfig(OptimizerConfig):
 
 
 def _refuse_unknown(name: Any, options: Mapping[str, Any]) -> None:
-    """Names of Megatron's own are left to it, unless one of ours was meant."""
+    """Refuse an unknown name that resembles one of ours; Megatron's own names are left to it."""
     meant = [] if name in _STOCK_NAMES else [str(name).lower().replace("_", "-")]
-    near = [found for word in meant for found in difflib.get_close_matches(word, NAMES, n=1, cutoff=0.75)]
+    near = [name_near for word in meant for name_near in difflib.get_close_matches(word, NAMES, n=1, cutoff=0.75)]
     if near or options:
         fix = f"did you mean '{near[0]}'?" if near else "leave rankwise out with Megatron's own optimizers"
         raise OptionError(
@@ -135,7 +135,7 @@ def _refuse_unknown(name: Any, options: Mapping[str, Any]) -> None:
 
 
 def option_names(name: str) -> list[str]:
-    """The options of an optimizer that a user may set beside Megatron's own.
+    """Return the options of an optimizer that a user may set beside Megatron's own.
 
     Args:
         name: A key of :data:`NAMES`.
@@ -151,11 +151,11 @@ def resolve(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         name: A key of :data:`NAMES`.
-        options: As in :class:`RankwiseConfig`.
+        options: Options in the form of ``rankwise`` of :class:`RankwiseConfig`.
 
     Raises:
-        OptionError: An unknown key, or a value outside its range.
-        SupportError: A mode that Megatron's schedules do not serve.
+        OptionError: A key is unknown, or a value is outside its range.
+        SupportError: Megatron's schedules do not serve a mode.
     """
     if not isinstance(options, Mapping):
         raise OptionError(
@@ -177,7 +177,7 @@ def resolve(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tp_mode(config: OptimizerConfig, options: Mapping[str, Any]) -> str:
-    """How matrices that tensor parallelism cuts are treated.
+    """Return how matrices that tensor parallelism cuts are treated.
 
     Args:
         config: Megatron's config.
@@ -198,20 +198,20 @@ def tp_mode(config: OptimizerConfig, options: Mapping[str, Any]) -> str:
 def get_megatron_optimizer(
     config: OptimizerConfig, model_chunks: list[nn.Module], *args: Any, **kwargs: Any
 ) -> MegatronOptimizer:
-    """Megatron's factory, which also knows our names; any other name goes to the stock function.
+    """Build an optimizer as Megatron's factory does, by our names, too; other names go to the stock function.
 
     Args:
-        config: With ``optimizer`` one of :data:`NAMES`; options in a :class:`RankwiseConfig`.
+        config: Config whose ``optimizer`` is one of :data:`NAMES`; a :class:`RankwiseConfig` has options.
         model_chunks: This rank's model chunks, wrapped by Megatron's ``DistributedDataParallel``.
-        args: As for the stock function.
-        kwargs: As for the stock function.
+        args: Further arguments of the stock function.
+        kwargs: Further arguments of the stock function, by name.
 
     Returns:
         Megatron's own wrappers (distributed optimizer, half precision, fp32) around our optimizer.
 
     Raises:
-        OptionError: A bad option, or a model with nothing to update.
-        SupportError: A setting that cannot work, with the nearest one that does.
+        OptionError: An option is bad, or the model has nothing to update.
+        SupportError: A setting cannot work; the message names the nearest one that does.
     """
     config = _chosen(config)
     name = config.optimizer
@@ -230,17 +230,17 @@ def get_megatron_optimizer(
     given["config_overrides"] = suited(given.get("config_overrides"), config, spec, adoption.parameters)
     layer_wise = getattr(config, "rankwise_layer_wise", False)
     # Megatron knows our optimizers as its most general kind; what it then builds is ours.
-    known = copy.copy(config)
-    known.optimizer = "adam"
-    known.rankwise_memory = hide(known)
+    stock_config = copy.copy(config)
+    stock_config.optimizer = "adam"
+    stock_config.rankwise_memory = hide(stock_config)
     if layer_wise:
-        known.bf16 = False  # The fp32 copies are made of a rank's own parameters alone, once they are dealt out.
+        stock_config.bf16 = False  # The fp32 copies are made of a rank's own parameters alone, once they are dealt out.
     with idle_allowed(), checked_later(), _our_wrappers(functools.partial(_build, name, options), adoption):
-        built = _stock_factory(**{**given, "config": known})
+        built = _stock_factory(**{**given, "config": stock_config})
         if layer_wise:
             collection = given.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
-            known.bf16 = config.bf16
-            built = LayerWise(adoption, built.chained_optimizers, known, collection)
+            stock_config.bf16 = config.bf16
+            built = LayerWise(adoption, built.chained_optimizers, stock_config, collection)
     adoption.finish(built)
     remember(built, name, groups.pipeline)
     return built
@@ -254,22 +254,22 @@ def replace_adam(name: str | None, options: Mapping[str, Any] | None = None, **s
 
     Args:
         name: A key of :data:`NAMES`; None builds Adam again.
-        options: As ``rankwise`` of :class:`RankwiseConfig`.
-        settings: Further fields of that class which begin with ``rankwise_``.
+        options: Options in the form of ``rankwise`` of :class:`RankwiseConfig`.
+        settings: Further fields of that class, which begin with ``rankwise_``.
 
     Raises:
-        OptionError: An optimizer nobody knows, an unknown key, or a value outside its range.
-        SupportError: A setting that cannot work, with the nearest one that does.
+        OptionError: The optimizer or a key is unknown, or a value is outside its range.
+        SupportError: A setting cannot work; the message names the nearest one that does.
     """
     if name is None:
         _in_place_of_adam.clear()
         return
     if name not in NAMES:
         raise OptionError(f"replace_adam: name={name!r} is invalid: it must be one of {', '.join(NAMES)}, or None")
-    known = [f.name for f in dataclasses.fields(RankwiseConfig) if f.name.startswith(_OUR_FIELDS + "_")]
+    settable = [f.name for f in dataclasses.fields(RankwiseConfig) if f.name.startswith(_OUR_FIELDS + "_")]
     for key in settings:
-        if key not in known:
-            raise OptionError(f"replace_adam: {key} is no setting: those are {', '.join(known)}")
+        if key not in settable:
+            raise OptionError(f"replace_adam: {key} is no setting: those are {', '.join(settable)}")
     _in_place_of_adam[:] = [RankwiseConfig(optimizer=name, rankwise=dict(options or {}), **settings)]
 
 
@@ -284,12 +284,12 @@ def _chosen(config: OptimizerConfig) -> OptimizerConfig:
 
 
 def _build(name: str, options: Mapping[str, Any], params: Any, lr: float, weight_decay: float, **_: Any) -> Any:
-    """What Megatron calls in place of Adam's constructor."""
+    """Construct our optimizer where Megatron calls Adam's constructor."""
     cls = NAMES[name].optimizer
     further = [key for key in cls.options_type.decay_options if key not in (*_MEGATRON_OPTIONS, *options)]
     for group in params:
         if group.get("wd_mult") == 0:
-            group.update(dict.fromkeys(further, 0.0))  # Megatron asks for no decay of these parameters.
+            group.update(dict.fromkeys(further, 0.0))  # Megatron wants no decay of these parameters
     build: Callable[..., ShardedOptimizer] = cls
     with called(name):
         return build(params, lr=lr, weight_decay=weight_decay, **options)

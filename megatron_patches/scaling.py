@@ -1,4 +1,4 @@
-"""What Megatron multiplies the summed gradients of a step by, besides the loss scale."""
+"""This module follows what Megatron multiplies the summed gradients of a step by, besides the loss scale."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["GradientScale"]
 class GradientScale:
     """Follows the factor between gradients summed over ranks and micro-batches and those an optimizer is given.
 
-    Megatron averages over the data-parallel ranks, experts included, or with ``calculate_per_token_loss`` divides by
-    the number of tokens, which it knows when the backward pass is over.
+    Megatron averages over the data-parallel ranks, experts included. With ``calculate_per_token_loss`` it divides by
+    the number of tokens instead, which it knows when the backward pass is over.
 
     Args:
         chunks: The model chunks, wrapped by Megatron's ``DistributedDataParallel``.
@@ -25,7 +25,7 @@ class GradientScale:
 
     def __init__(self, chunks: Sequence[nn.Module], ranks: int) -> None:
         per_token = any(getattr(get_model_config(chunk), "calculate_per_token_loss", False) for chunk in chunks)
-        # ``fully_shard`` averages in any case, and Megatron scales nothing that it has reduced.
+        # ``fully_shard`` averages in any case, and Megatron does not scale what that has reduced.
         buffered = [chunk for chunk in chunks if not isinstance(chunk, TorchFullyShardedDataParallel)]
         self.ranks = ranks
         self._averaging = 1.0 if per_token and buffered else 1.0 / ranks

@@ -1,4 +1,4 @@
-"""Settings that cannot work, refused before the first step."""
+"""These functions refuse settings that cannot work before the first step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SupportError(ValueError):
 
 
 class _Refusal(NamedTuple):
-    """A field of OptimizerConfig or of Megatron's arguments, its flag, why it cannot work, what does."""
+    """A field of OptimizerConfig or of Megatron's arguments, its flag, why it cannot work, and what does."""
 
     field: str
     flag: str
@@ -62,17 +62,17 @@ _FSDP = (
     _Refusal("use_megatron_fsdp", "--use-megatron-fsdp", _FSDP_REASON, _FSDP_FIX),
     _Refusal("use_custom_fsdp", "--use-custom-fsdp", _FSDP_REASON, _FSDP_FIX),
 )
-# Their values mean something under FSDP alone, and default to a kind of sharding in some versions.
+# These settings matter under FSDP only, though in some versions they default to a kind of sharding.
 _FSDP_STRATEGIES = ("data_parallel_sharding_strategy", "outer_dp_sharding_strategy")
 
 
 def refused_flags(args: argparse.Namespace, name: str, default: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
-    """Flags of Megatron's command line that cannot work, with the reason and what does.
+    """Yield flags of Megatron's command line that cannot work, with the reason and what does.
 
     Args:
-        args: What the parser returned.
+        args: Result of the parser.
         name: The optimizer's name.
-        default: The parser's default of an argument.
+        default: Returns the parser's default of an argument.
     """
     yield from memory_refusals(args, name)
     for refusal in (*_FSDP, *_REFUSED):
@@ -126,7 +126,7 @@ def refuse_beyond_engines(name: str, options: Options) -> None:
         options: Its options.
 
     Raises:
-        SupportError: A mode for which the user must write the training loop.
+        SupportError: A mode needs a training loop of the user's own.
     """
     for key, reason in options.beyond_engines().items():
         raise SupportError(
@@ -143,7 +143,7 @@ def refuse_settings(config: OptimizerConfig, name: str) -> None:
         name: The optimizer's name.
 
     Raises:
-        SupportError: The flag, the reason and the nearest setting that works.
+        SupportError: A setting cannot work; the message has the flag, the reason and the nearest that does.
     """
     for field, flag, reason, fix in _REFUSED:
         if getattr(config, field, False):
@@ -160,14 +160,14 @@ def refuse_settings(config: OptimizerConfig, name: str) -> None:
 
 
 def refuse_without_statistics(chunk: nn.Module, blocks: bool) -> None:
-    """Check a model of whose layers MKOR needs the inputs and output gradients.
+    """Check a model for MKOR, which needs the inputs and output gradients of its layers.
 
     Args:
-        chunk: One of its chunks.
+        chunk: A chunk of the model.
         blocks: Whether every tensor-parallel shard is a matrix of its own.
 
     Raises:
-        SupportError: The flag, the reason and the nearest setting that works.
+        SupportError: A setting cannot work; the message has the flag, the reason and the nearest that does.
     """
     model = get_model_config(chunk)
     for name, module in chunk.named_modules():

@@ -1,6 +1,6 @@
-"""From a checkpoint of Megatron's own optimizer to one of ours: asked for by name, agreed upon, then taken over.
+"""Our optimizers take over from checkpoints of Megatron's own: they ask by name, ranks agree, then states change.
 
-What is read goes to memory of its own. Until every rank has found all of its part whole, no state of ours changes.
+What is read goes to memory of its own. No state of ours changes until every rank has found its whole part.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rankwise.step.optimizer import ShardedOptimizer
 __all__ = ["TAKEOVER", "Takeover", "find_takeovers", "taken_over"]
 
 TAKEOVER = "rankwise_takeover"
-"""Where a wrapper that is to be loaded leaves its own, in what it asks of a checkpoint."""
+"""Key of the :class:`Takeover` in the state that a wrapper asks for."""
 _AUTHOR = "Megatron's own optimizer"
 _WAY_OUT = "pass --no-load-optim to start from the model's weights with all states afresh"
 _ON_ITS_SIZES = (
@@ -40,11 +40,11 @@ _T = TypeVar("_T")
 
 
 class Takeover:
-    """What one wrapper takes over.
+    """The takeover of one wrapper.
 
     Args:
-        wrapper: One of ours, planned, or a stub without parameters.
-        model_state: The model's sharded state, which knows its tensors' names and offsets.
+        wrapper: Planned wrapper of our optimizer, or a stub without parameters.
+        model_state: The model's sharded state, with names and offsets of tensors.
     """
 
     def __init__(self, wrapper: MegatronOptimizer, model_state: Any) -> None:
@@ -62,7 +62,7 @@ class Takeover:
     # --- asking -------------------------------------------------------------------------------------------------
 
     def ask(self, stored: Stored, position: int | None) -> dict[str, Any]:
-        """What is to be read for it.
+        """Return what must be read for the wrapper.
 
         Args:
             stored: The checkpoint.
@@ -84,8 +84,8 @@ class Takeover:
         for index, parameter in whole.items():
             name = self._layout.parameter_name(parameter)
             wanted = (WEIGHT, *targets[name].moments)
-            found = {state: places.ask(parameter, state, held.get(index, slice(0, 0))) for state in wanted}
-            lacking = tuple(state for state in wanted if found[state] is None)
+            requests = {state: places.ask(parameter, state, held.get(index, slice(0, 0))) for state in wanted}
+            lacking = tuple(state for state in wanted if requests[state] is None)
             if WEIGHT in lacking and stored.in_buckets and parameter.dtype.itemsize < torch.float32.itemsize:
                 raise ValueError(
                     f"the full-precision weight of '{name}' lies in the buffers of a distributed optimizer, whose "
@@ -93,7 +93,7 @@ class Takeover:
                 )
             if lacking:
                 self._lacking[name] = lacking
-            self._asked.update({(index, state): asked for state, asked in found.items() if asked is not None})
+            self._asked.update({(index, state): asked for state, asked in requests.items() if asked is not None})
         return {
             "states": {f"{number}": asked.request for number, asked in enumerate(self._asked.values())},
             "further": dict(places.further),
@@ -101,36 +101,36 @@ class Takeover:
 
     @property
     def lacking(self) -> dict[str, tuple[str, ...]]:
-        """By parameter, what the checkpoint does not have for this rank."""
+        """States that the checkpoint does not have for this rank, by parameter."""
         return self._lacking
 
     def agree(self, lacking: Iterable[Mapping[str, Sequence[str]]]) -> None:
-        """Where a rank lacks a part of a parameter's state, no rank takes that state.
+        """Let no rank take a parameter's state of which some rank lacks its part.
 
         Args:
-            lacking: Every rank's.
+            lacking: Lacking states of every rank.
         """
-        found: dict[str, set[str]] = {}
-        for others in lacking:
-            for name, states in others.items():
-                found.setdefault(name, set()).update(states)
-        self._lacking = {name: tuple(sorted(states)) for name, states in found.items()}
+        lacking_states: dict[str, set[str]] = {}
+        for of_rank in lacking:
+            for name, states in of_rank.items():
+                lacking_states.setdefault(name, set()).update(states)
+        self._lacking = {name: tuple(sorted(states)) for name, states in lacking_states.items()}
 
     # --- what was read ------------------------------------------------------------------------------------------
 
     def receive(self, read: Mapping[str, Any], common: Mapping[str, Any], model: Callable[[Parameter], Tensor]) -> int:
-        """Look at what was read, before anything is changed.
+        """Check what was read, before anything changes.
 
         Args:
-            read: What :meth:`ask` returned, filled.
-            common: What all ranks share of the checkpoint.
-            model: What was read for a parameter of the model.
+            read: The filled result of :meth:`ask`.
+            common: The part of the checkpoint that all ranks share.
+            model: Returns what was read for a parameter of the model.
 
         Returns:
             The number of steps that the other optimizer has taken.
 
         Raises:
-            ValueError: Something is missing or belongs to another weight.
+            ValueError: A state is missing or belongs to another weight.
         """
         if self._inner is None:
             return 0
@@ -151,9 +151,9 @@ class Takeover:
         return stored_step(further, common.get("optimizer"))
 
     def _compare(self, parameter: Parameter, run: slice, model: Tensor) -> None:
-        """Buffers have no names: the weight in one, rounded as the model's is, must be the one of that name."""
+        """Refuse a weight in a buffer, which has no name, if it does not round to the model's weight."""
         weight = self._values.get((id(parameter), WEIGHT))
-        # Of what is narrower, the rounding has a scale.
+        # Rounding to a narrower type has a scale.
         rounded = parameter.dtype.itemsize >= torch.float16.itemsize
         if weight is None or not rounded:
             return
@@ -166,17 +166,17 @@ class Takeover:
 
     @property
     def afresh(self) -> tuple[str, ...]:
-        """This rank's parameters of which no moment goes on."""
+        """Return this rank's parameters without any moment to continue."""
         if self._inner is None:
             return ()
         return self._inner.saved.succession.plan(self._shapes(), self._inner.param_groups).afresh
 
     def settle(self, began: int, afresh: Iterable[str]) -> None:
-        """All ranks have what they need.
+        """Accept the takeover, when all ranks have what they need.
 
         Args:
-            began: Steps that the other optimizer has taken, on any rank.
-            afresh: Every rank's: Megatron saves one rank's record of the transition for all stages and experts.
+            began: Most steps that the other optimizer has taken on any rank.
+            afresh: Parameters of all ranks that start afresh, as Megatron saves one rank's record for all.
         """
         self._began, self._afresh = began, tuple(afresh)
 
@@ -189,14 +189,14 @@ class Takeover:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the wrapper is to load."""
+        """Return what the wrapper will load."""
         if self._inner is None:
             return {}
         return {TAKEOVER: self, **({} if self._scaler is None else {"grad_scaler": self._scaler})}
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Full-precision weights, moments that mean the same, counts; the model's weights have been loaded."""
+        """Take over full-precision weights, moments with one meaning, and counts; the model's weights are loaded."""
         inner = self._inner
         assert inner is not None
         if self._is_done:
@@ -243,17 +243,17 @@ def _rounded(names: Sequence[str]) -> str:
 
 
 def find_takeovers(state: Any) -> Iterator[tuple[Place, MutableMapping[Any, Any]]]:
-    """The dictionaries in what is asked of a checkpoint that have a :class:`Takeover`, and where they lie."""
+    """Yield the dictionaries with a :class:`Takeover` in the state that is asked for, after where they lie."""
     for place, holder in nested(state):
         if isinstance(holder, MutableMapping) and isinstance(holder.get(TAKEOVER), Takeover):
             yield place, holder
 
 
 class taken_over:  # noqa: N801 - used as a function.
-    """Ask a checkpoint of Megatron's own optimizers for what ours go on with. A collective of all ranks.
+    """Ask a checkpoint of Megatron's own optimizers for the states that ours take over. A collective of all ranks.
 
     Args:
-        requested: What is to be loaded; what our wrappers ask for in it is replaced.
+        requested: What will be loaded; requests of our wrappers in it are replaced.
         stored: The checkpoint.
     """
 
@@ -274,13 +274,13 @@ class taken_over:  # noqa: N801 - used as a function.
             holder.update({TAKEOVER: asked[index]} if asked[index] else {})
 
     def __call__(self, loaded: Any) -> None:
-        """Look at what was read and put it where our wrappers look for it. A collective of all ranks.
+        """Check what was read, and put it where our wrappers look for it. A collective of all ranks.
 
         Args:
-            loaded: What Megatron read; changed in place.
+            loaded: What Megatron read, which changes in place.
 
         Raises:
-            ValueError: On all ranks, where one cannot go on.
+            ValueError: On all ranks: a rank cannot take over its part.
         """
 
         def receive() -> tuple[int, set[str]]:
@@ -302,8 +302,8 @@ class taken_over:  # noqa: N801 - used as a function.
 
     def _read(self, loaded: Any, parameter: Parameter) -> Tensor:
         place = self._model.get(id(parameter))
-        found = parameter if place is None else at_place(loaded, place)
-        return found if isinstance(found, Tensor) else parameter
+        loaded_tensor = parameter if place is None else at_place(loaded, place)
+        return loaded_tensor if isinstance(loaded_tensor, Tensor) else parameter
 
 
 def _position(place: Place) -> int | None:
@@ -311,7 +311,7 @@ def _position(place: Place) -> int | None:
 
 
 def _everyone(work: Callable[[], _T]) -> list[_T]:
-    """What some work returns on every rank; what fails on one fails on all."""
+    """Return the results of some work on all ranks; if it fails on one rank, it fails on all."""
 
     def told() -> _T:
         try:
@@ -324,9 +324,9 @@ def _everyone(work: Callable[[], _T]) -> list[_T]:
 
 
 def _parameter_places(state: Any) -> Iterator[tuple[int, Place]]:
-    for place, found in nested(state):
-        if isinstance(found, ShardedTensor | ShardedTensorFactory) and isinstance(found.data, Parameter):
-            yield id(found.data), place
+    for place, sharded in nested(state):
+        if isinstance(sharded, ShardedTensor | ShardedTensorFactory) and isinstance(sharded.data, Parameter):
+            yield id(sharded.data), place
 
 
 def _put(state: Any, place: Place, value: Mapping[str, Any]) -> None:

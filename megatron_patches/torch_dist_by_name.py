@@ -1,4 +1,4 @@
-"""``torch_dist`` checkpoints by the names of parameters, for other frameworks: read and written by one process."""
+"""One process reads and writes ``torch_dist`` checkpoints here by the names of parameters, for other frameworks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rankwise.states.matrix_states import base_name
 
 __all__ = ["is_megatron", "read_megatron", "write_megatron"]
 
-# A state may belong to blocks, which stand in brackets behind it.
+# A state may belong to a block, whose name follows it in brackets.
 _STATE = re.compile(r"((?:[^.\[]|\[[^\]]*\])+)\.(.+)")
 _UNKNOWN_PLACE = (
     "an earlier version wrote it (load it and save it again), or it is one of experts, or of matrices that each "
@@ -49,7 +49,7 @@ def is_megatron(folder: Path) -> bool:
 
 @contextmanager
 def _one_process() -> Iterator[None]:
-    """What Megatron's functions ask for: a group of ranks, and CUDA or what stands for it."""
+    """Provide what Megatron's functions ask for: a group of ranks, and CUDA or a stand-in."""
     begin = not dist.is_initialized()
     if begin:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -62,14 +62,14 @@ def _one_process() -> Iterator[None]:
 
 
 def read_megatron(folder: Path, scratch: Path) -> NamedCheckpoint:
-    """What a checkpoint of ours holds.
+    """Return what a checkpoint of ours holds.
 
     Args:
-        folder: The checkpoint: the folder of an iteration.
-        scratch: Where its tensors may lie.
+        folder: Folder of an iteration.
+        scratch: Folder for temporary files with its tensors.
 
     Raises:
-        ConversionError: None of our optimizers wrote it, or one before weights were noted by name.
+        ConversionError: None of our optimizers wrote it, or it does not say where weights are.
         ValueError: A file is missing or cut off.
         CheckpointError: A file cannot be read.
     """
@@ -92,23 +92,23 @@ def read_megatron(folder: Path, scratch: Path) -> NamedCheckpoint:
         weight = values[key][tuple(layer)] if main is None else main
         if key in stored:
             weight = weight.view(stored[key][0][len(layer) :])
-        own = {state: found[name] for state, found in kinds.items() if state != "weight" and name in found}
-        states_of = {state: value.view(weight.shape) for state, value in own.items()}
+        flat = {state: named[name] for state, named in kinds.items() if state != "weight" and name in named}
+        states_of = {state: value.view(weight.shape) for state, value in flat.items()}
         parameters[name] = NamedParameter(weight, states_of, float(record["step"]))
-    known = {places[name][0] for name in places}
-    left = sorted(key for key in load_sharded_metadata(str(folder)) if key not in known and not key.startswith(prefix))
+    taken = {places[name][0] for name in places}
+    left = sorted(key for key in load_sharded_metadata(str(folder)) if key not in taken and not key.startswith(prefix))
     return NamedCheckpoint(
         record["identity"], parameters, _matrices(states), _groups(record), dict(record["extra"]), left=left
     )
 
 
 def _opened(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What all ranks share of a checkpoint, and the record of the one optimizer."""
+    """Return what all ranks share of a checkpoint, and the record of the one optimizer."""
     with _one_process():
         require_whole(str(folder))
     try:
         common = load_common_state_dict(str(folder))
-    except Exception as error:  # Megatron's own, and whatever a damaged file ends in.
+    except Exception as error:  # a damaged file may raise any error
         raise ConversionError(
             f"{folder} cannot be read: it was not written to the end, or is damaged ({error})"
         ) from error
@@ -121,31 +121,31 @@ def _opened(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _kinds(states: Mapping[str, Tensor], names: list[str], scratch: Path) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """By element state and parameter."""
-    found: dict[str, dict[str, Tensor]] = {}
+    """Yield element states by name, each with its values by parameter."""
+    values_by_state: dict[str, dict[str, Tensor]] = {}
     for path, value in states.items():
         state, _, key = path.partition(".")
         if state != "matrix":
-            found.setdefault(state, {})[key] = value
-    for state, values in found.items():
+            values_by_state.setdefault(state, {})[key] = value
+    for state, values in values_by_state.items():
         yield state, joined_stacks(values, names, scratch)
 
 
 def _matrices(states: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    found: dict[str, dict[str, Tensor]] = {}
+    states_by_matrix: dict[str, dict[str, Tensor]] = {}
     for path, value in states.items():
         if path.startswith("matrix."):
             state, key = _of_matrix(path)
-            found.setdefault(key, {})[state] = value
+            states_by_matrix.setdefault(key, {})[state] = value
     shapes: dict[str, set[torch.Size]] = {}
-    for own in found.values():
-        for state, value in own.items():
+    for matrix_states in states_by_matrix.values():
+        for state, value in matrix_states.items():
             shapes.setdefault(state, set()).add(value.shape)
     # Megatron's tensors have at least one dimension.
     numbers = {state for state, sizes in shapes.items() if sizes == {torch.Size([1])}}
     return {
-        key: {state: value.view(()) if state in numbers else value for state, value in own.items()}
-        for key, own in found.items()
+        key: {state: value.view(()) if state in numbers else value for state, value in matrix_states.items()}
+        for key, matrix_states in states_by_matrix.items()
     }
 
 
@@ -156,26 +156,26 @@ def _of_matrix(path: str) -> tuple[str, str]:
 
 
 def _groups(record: Mapping[str, Any]) -> list[NamedGroup]:
-    found = []
+    groups = []
     for group, names in zip(record["groups"], record["members"], strict=True):
         settings = {key: value for key, value in group.items() if key not in _SETTINGS_APART}
-        # The rate from which a schedule's begins, where torch has it.
+        # torch's schedules keep the rate from which they begin under this key.
         peak = {"initial_lr": group["max_lr"]} if group.get("max_lr") is not None else {}
-        found.append(NamedGroup({**settings, **peak}, sorted(names)))
-    return found
+        groups.append(NamedGroup({**settings, **peak}, sorted(names)))
+    return groups
 
 
 def write_megatron(named: NamedCheckpoint, folder: Path, like: Path, scratch: Path) -> None:
     """Write a checkpoint of the form of another one.
 
-    Which key a module stores its weight under, what else it stores, and what Megatron notes of a run, only the model
-    and the run tell: all that is taken from a checkpoint of theirs.
+    Only a model says under which key a module stores its weight and what else it stores, and only a run what Megatron
+    records of it: all that is taken from a checkpoint of theirs.
 
     Args:
-        named: What it is to hold.
-        folder: New and empty.
-        like: A checkpoint of the run that goes on, of the same optimizer and model, after any number of steps.
-        scratch: Where tensors may lie.
+        named: Content of the checkpoint.
+        folder: New, empty folder.
+        like: Checkpoint of the run that will continue, of the same optimizer and model, after any number of steps.
+        scratch: Folder for temporary files.
 
     Raises:
         ConversionError: The two are not of one model and optimizer.
@@ -185,7 +185,7 @@ def write_megatron(named: NamedCheckpoint, folder: Path, like: Path, scratch: Pa
     if record["identity"] != named.identity:
         raise ConversionError(f"{like} is of {record['identity']}, and what is to be converted of {named.identity}")
     step = named.one_step(named.parameters, "an optimizer of Megatron")
-    # From 0.19 on, what is common is an object among the others.
+    # From 0.19 on, the common part is an object among the others.
     entries = {key: e for key, e in load_sharded_metadata(str(like)).items() if e.key != "common_state"}
     values = _values(named, record, entries, scratch)
     kept = [key for key, entry in entries.items() if key not in values and isinstance(entry, ShardedTensor)]
@@ -207,7 +207,7 @@ def write_megatron(named: NamedCheckpoint, folder: Path, like: Path, scratch: Pa
 def _values(
     named: NamedCheckpoint, record: Mapping[str, Any], entries: Mapping[str, Any], scratch: Path
 ) -> dict[str, Tensor]:
-    """What every sharded tensor of ``like`` that is a weight or a state becomes."""
+    """Return new values for every sharded tensor of ``like`` that is a weight or a state."""
     prefix = f"optimizer.rankwise.{named.identity}."
     ours = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
     places: Mapping[str, Any] = record.get("weights", {})
@@ -215,16 +215,16 @@ def _values(
     layers: dict[str, dict[tuple[int, ...], Tensor]] = {}
     for name, (at, layer) in places.items():
         layers.setdefault(at, {})[tuple(layer)] = named.parameters[name].weight
-    found = {at: _one(entries[at], at, own, scratch) for at, own in layers.items()}
+    weights = {at: _one(entries[at], at, by_layer, scratch) for at, by_layer in layers.items()}
     states = dict(_states(named, ours))
     _compare(set(states), set(ours), "states")
-    return {**found, **{f"{prefix}{path}": _fit(states[path], entry, path) for path, entry in ours.items()}}
+    return {**weights, **{f"{prefix}{path}": _fit(states[path], entry, path) for path, entry in ours.items()}}
 
 
 def _states(named: NamedCheckpoint, wanted: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    for name, own in named.parameters.items():
+    for name, parameter in named.parameters.items():
         half = f"weight.{name}" in wanted or f"weight.{name}[0]" in wanted
-        for state, value in {**({"weight": own.weight} if half else {}), **own.states}.items():
+        for state, value in {**({"weight": parameter.weight} if half else {}), **parameter.states}.items():
             if value.dim() == 3 and f"{state}.{name}" not in wanted:
                 yield from ((f"{state}.{name}[{place}]", matrix) for place, matrix in enumerate(value))
             else:
@@ -243,7 +243,7 @@ def _compare(given: set[str], wanted: set[str], what: str) -> None:
 
 
 def _one(entry: Any, key: str, layers: Mapping[tuple[int, ...], Tensor], scratch: Path) -> Tensor:
-    """The one tensor of all layers' weights."""
+    """Return the one tensor of all layers' weights."""
     if set(layers) == {()}:
         return _fit(layers[()], entry, key)
     whole = mapped_like(entry.global_shape, entry.dtype, scratch)
@@ -255,7 +255,7 @@ def _one(entry: Any, key: str, layers: Mapping[tuple[int, ...], Tensor], scratch
 def _fit(value: Tensor, entry: Any, key: str, like: Tensor | None = None) -> Tensor:
     shape = tuple(entry.global_shape) if like is None else tuple(like.shape)
     dtype = entry.dtype if like is None else like.dtype
-    # Runs of what is no matrix, and numbers, have one dimension there.
+    # Runs of parameters that are no matrices, and numbers, have one dimension there.
     if tuple(value.shape) != shape and shape != (value.numel(),):
         raise ConversionError(f"{key} has the shape {tuple(value.shape)}, and {shape} in the form to be written")
     if value.dtype != dtype and not (value.is_floating_point() and dtype.is_floating_point):
@@ -265,21 +265,21 @@ def _fit(value: Tensor, entry: Any, key: str, like: Tensor | None = None) -> Ten
 
 def _written_groups(named: NamedCheckpoint, record: Mapping[str, Any], like: Path) -> list[dict[str, Any]]:
     group_of = {name: group for group in named.groups for name in group.members}
-    found = []
+    groups = []
     for group, names in zip(record["groups"], record["members"], strict=True):
         settings = [group_of[base_name(name, group_of)].settings for name in sorted(names)]
-        if any(own != settings[0] for own in settings):
+        if any(updated != settings[0] for updated in settings):
             raise ConversionError(
                 f"the parameters of one param group of {like} ({', '.join(sorted(names)[:3])}, ...) have several "
                 "settings in what is to be converted: make the groups alike"
             )
-        own = {key: value for key, value in (settings[0] if settings else {}).items() if key != "initial_lr"}
-        found.append({**group, **own})
-    return found
+        updated = {key: value for key, value in (settings[0] if settings else {}).items() if key != "initial_lr"}
+        groups.append({**group, **updated})
+    return groups
 
 
 def _count_on(common: dict[str, Any], step: int) -> None:
-    """Counts of iterations and samples, as if that run had gone on at its pace."""
+    """Scale counts of iterations and samples, as if that run had continued at its pace."""
     before = int(common.get("iteration") or 0)
 
     def scaled(holder: Any, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What is relied on of Transformer Engine's layers and of Megatron's wrappers around them; is it so here?"""
+"""This module checks what this package relies on of Transformer Engine's layers and of Megatron's wrappers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["broken_contract"]
 
 
 class _Layer(NamedTuple):
-    """One of its classes: how a small one is made, its parameters, attributes, and what a call begins with."""
+    """A class of Transformer Engine: how a small layer is made, its parameters, attributes, first call arguments."""
 
     given: dict[str, Any]
     parameters: frozenset[str]
@@ -39,7 +39,7 @@ _LAYERS = {
         ("inp", "m_splits"),
     ),
 }
-# Megatron's wrappers, by the class each stands on, and what a call of theirs begins with.
+# Megatron's wrappers, with their base classes and the first arguments of a call.
 _WRAPPERS = {
     "TELinear": ("Linear", ("x",)),
     "TEColumnParallelLinear": ("Linear", ("x",)),
@@ -52,19 +52,19 @@ _WRAPPERS = {
 
 
 def broken_contract() -> list[str]:
-    """Look at the installed Transformer Engine and megatron-core; both must be importable.
+    """Check the installed Transformer Engine and megatron-core, both of which must be importable.
 
     Returns:
-        What is not as our layouts and MKOR's hooks have it, a sentence each; nothing if all is.
+        A sentence for each thing that our layouts or MKOR's hooks expect otherwise; empty if there is none.
     """
     engine = importlib.import_module("transformer_engine.pytorch")
     megatron = importlib.import_module("megatron.core.extensions.transformer_engine")
-    found: list[str] = []
+    faults: list[str] = []
     for name, layer in _LAYERS.items():
-        found += _faults_of_layer(engine, name, layer)
+        faults += _faults_of_layer(engine, name, layer)
     for name, (base, called_with) in _WRAPPERS.items():
-        found += _faults_of_wrapper(getattr(megatron, name, None), name, getattr(engine, base, None), called_with)
-    return found
+        faults += _faults_of_wrapper(getattr(megatron, name, None), name, getattr(engine, base, None), called_with)
+    return faults
 
 
 def _faults_of_layer(engine: Any, name: str, layer: _Layer) -> Iterator[str]:

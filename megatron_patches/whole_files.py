@@ -1,4 +1,4 @@
-"""Whether a checkpoint's files are there to the end: Megatron reads into weights and states in place, file by file."""
+"""This module checks that a checkpoint's files are whole, as Megatron reads into weights and states in place."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["common_state", "require_whole"]
 
 
 def common_state(folder: str) -> Mapping[str, Any]:
-    """What all ranks share of a checkpoint.
+    """Return what all ranks share of a checkpoint.
 
     Args:
-        folder: The checkpoint.
+        folder: Folder of the checkpoint.
 
     Raises:
-        ValueError: A later version of Megatron wrote it, where this one does not look.
+        ValueError: A later version of Megatron wrote it, to a place that this one does not read.
     """
     try:
-        found: Mapping[str, Any] = load_common_state_dict(folder)
+        state: Mapping[str, Any] = load_common_state_dict(folder)
     except Exception as error:
         if (Path(folder) / ".metadata").is_file() and not (Path(folder) / "common.pt").exists():
             raise ValueError(
@@ -34,19 +34,19 @@ def common_state(folder: str) -> Mapping[str, Any]:
                 "later write it elsewhere; go on with the version that wrote it, or a later one"
             ) from error
         raise
-    return found
+    return state
 
 
 def require_whole(folder: str) -> None:
     """Refuse a checkpoint of which a file is missing or cut off, before anything of it is read.
 
-    Sizes alone are compared, by rank 0: what is damaged inside shows when it is read. A collective of all ranks.
+    Rank 0 compares sizes only: damage inside a file shows when it is read. A collective of all ranks.
 
     Args:
-        folder: The checkpoint; one that does not lie in a file system as ``torch_dist`` is not judged.
+        folder: Folder of the checkpoint; if it has no ``torch_dist`` files, it is not judged.
 
     Raises:
-        ValueError: On all ranks, with the file and both sizes.
+        ValueError: On all ranks: a file is missing or cut off; the message has the file and both sizes.
     """
 
     def look() -> None:

@@ -1,4 +1,4 @@
-"""Megatron's optimizer wrappers around ours: where the layout is told and checkpoints are written."""
+"""Megatron's wrappers around our optimizers tell them their layout, and write checkpoints."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ __all__ = ["Adoption", "LayerWise", "wrapper_classes"]
 
 
 class Adoption:
-    """What a wrapper under construction needs to know of the model, and what is left to do when all are built.
+    """Facts of the model that wrappers need while they are built, and the work that remains when all are.
 
     Args:
         parameters: The model's parameters.
@@ -69,7 +69,7 @@ class Adoption:
             self._listen(chunk)
 
     def _listen(self, chunk: Any) -> None:
-        """Gradients that are zeroed are thrown away, whether or not the optimizer is told."""
+        """Begin a new window when a chunk's gradients are zeroed, whether or not the optimizer's are."""
         zero = getattr(chunk, "zero_grad_buffer", None)
         if zero is None:
             return
@@ -82,10 +82,10 @@ class Adoption:
         chunk.zero_grad_buffer = zeroed
 
     def adopt(self, wrapper: MegatronOptimizer, layer_wise: bool = False) -> None:
-        """Tell a wrapper's inner optimizer where its parameters lie.
+        """Give a wrapper's inner optimizer its layout.
 
         Args:
-            wrapper: The wrapper, built.
+            wrapper: The built wrapper.
             layer_wise: Whether every data-parallel rank was given whole parameters of its own.
         """
         inner = wrapper.optimizer
@@ -98,14 +98,14 @@ class Adoption:
         self._adopted[inner] = wrapper
 
     def extra_states(self) -> list[dict[str, Any]]:
-        """What this rank's optimizers keep besides weights and states."""
+        """Return the extra states of this rank's optimizers."""
         return [inner.extra_state() for inner in self._adopted]
 
     def finish(self, built: MegatronOptimizer) -> None:
-        """Hook the model for MKOR; refuse a model nothing of which takes the optimizer's own rule. A collective.
+        """Hook the model for MKOR, and refuse a model without parameters for the optimizer's rule. A collective.
 
         Args:
-            built: What the factory returned.
+            built: Result of the factory.
 
         Raises:
             OptionError: There is nothing to update.
@@ -138,12 +138,12 @@ class Adoption:
         names = [parameter.info.name for parameter in self.parameters.values()]
         names += [name for inner in self._adopted for name in inner.table.parameters]
         for key in ("exclude", "blocks"):
-            # Every rank asks about every option: it may have no optimizer of ours.
+            # Every rank asks about every option, even if it has no optimizer of ours.
             patterns = {pattern for inner in self._adopted for pattern in inner.options.patterns.get(key, ())}
             refuse_unmatched_everywhere(owner, sorted(patterns), list(dict.fromkeys(names)), key)
 
     def _announce_once(self, text: str) -> None:
-        # Dense and expert parameters have an optimizer each, with much the same to say.
+        # Dense and expert parameters have an optimizer each, with mostly equal messages.
         if text not in self._announced:
             self._announced.add(text)
             print_on_first_rank(text)
@@ -163,10 +163,10 @@ class Adoption:
 
 
 def wrapper_classes(adoption: Adoption) -> dict[str, type[Any]]:
-    """Our class, knowing the model, for each of the names under which Megatron's modules find their own.
+    """Return our classes, bound to the model, by the names under which Megatron's modules find their own.
 
     Args:
-        adoption: What the wrappers need to know.
+        adoption: Facts of the model that the wrappers need.
     """
     ours = {
         "DistributedOptimizer": _Distributed,
@@ -183,22 +183,22 @@ class _Healthy:
     chained_optimizers: list[Any]
 
     def read_health(self) -> dict[str, float]:
-        """What happened since the last reading; every rank must call it. See :func:`health_of`."""
+        """Return what happened since the last reading, as :func:`health_of` does; a collective."""
         return health_of(self.chained_optimizers)
 
 
 class Chained(_Healthy, ChainedOptimizer):
-    """Megatron's optimizer of dense and of expert parameters, whose states are told apart by name alone."""
+    """Megatron's optimizer of dense and of expert parameters, whose states differ by name only."""
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrappers' own."""
+        """Return the wrappers' states, without numbers before their names."""
         return super().sharded_state_dict(*args, **{**kwargs, "metadata": plain_names(kwargs.get("metadata"))})
 
 
 class _Adopted(MegatronOptimizer):
-    """What the three wrappers share. The inner optimizer's states are checkpointed by name, for any layout.
+    """The common part of the three wrappers, which checkpoint the inner optimizer's states by name, for any layout.
 
-    Each of the three stands before Megatron's own class, so that what is called as Megatron's here is that class's.
+    Each wrapper also derives from a class of Megatron, whose methods ``super()`` calls.
     """
 
     adoption: Adoption
@@ -207,16 +207,16 @@ class _Adopted(MegatronOptimizer):
     pipeline: dist.ProcessGroup | None = None
     """One rank of every pipeline stage, this one among them."""
     window = 0
-    """Changes with every attempt at a step, so that statistics of one that was skipped are told apart."""
+    """Number that changes with every attempt at a step, so that statistics of a skipped one do not count."""
     holds_experts = False
     """Whether the parameters are experts', which have process groups of their own."""
     kept: KeptWeights | None = None
-    """Where the main weights are between steps, if not in the optimizer's tensors."""
+    """Keeps the main weights between steps, if they are not in the optimizer's tensors."""
     _offloading: Offloading | None = None
     backward_scale: Tensor | None = None
     """The loss scale during the last backward pass."""
     norms: Norms | None = None
-    """Norms of updates and weights, where they are asked for."""
+    """Measures norms of updates and weights, if they are asked for."""
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, *args, **kwargs)
@@ -226,15 +226,15 @@ class _Adopted(MegatronOptimizer):
         self.kept = keep(self)
 
     def main_weights(self) -> AbstractContextManager[None]:
-        """Inside, the optimizer's tensors have their values, as during a step."""
+        """Give the optimizer's tensors their values inside the context, as in a step."""
         return nullcontext() if self.kept is None else self.kept.here()
 
     def read_health(self) -> dict[str, float]:
-        """What happened since the last reading; every rank must call it. See :func:`health_of`."""
+        """Return what happened since the last reading, as :func:`health_of` does; a collective."""
         return health_of([self])
 
     def offload_to_cpu(self) -> None:
-        """As Megatron's, and matrix states; weights that are the model's own (fp32) stay with the model."""
+        """Move states, matrix states and main weights to the host; fp32 weights of the model itself stay."""
         if self.optimizer is None:
             return
         if self._offloading is None:
@@ -243,32 +243,32 @@ class _Adopted(MegatronOptimizer):
         torch.cuda.empty_cache()
 
     def capture_paused(self) -> AbstractContextManager[None]:
-        """See :meth:`rankwise.MKOR.capture_paused`."""
+        """Let passes inside the context leave no statistics, as :meth:`rankwise.MKOR.capture_paused` does."""
         return nullcontext() if self.optimizer is None else self.optimizer.capture_paused()
 
     def restore_from_cpu(self) -> None:
-        """What :meth:`offload_to_cpu` has moved goes back; step counts stay on the host, where they belong."""
+        """Move back what :meth:`offload_to_cpu` has moved; step counts stay on the host, where they belong."""
         if self._offloading is not None:
             self._offloading.restore()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As Megatron's: a new window begins."""
+        """Clear gradients as Megatron does, and begin a new window."""
         self.window += 1
         self.adoption.scale.begin_window()
         super().zero_grad(set_to_none)
 
     def prepare_grads(self) -> bool:
-        """As Megatron's, which changes the loss scale for the next backward pass."""
+        """Prepare gradients as Megatron does, which changes the loss scale, and remember the scale of this pass."""
         self.window += 1
         if not self.is_stub_optimizer:
             self.backward_scale = self.get_loss_scale().clone()
         return bool(super().prepare_grads())
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """This rank's states, to be loaded into the same layout.
+        """Return this rank's states, to be loaded into the same layout.
 
-        They suffice for all data-parallel ranks only if each has all of them: not if parameters are dealt out, nor
-        if matrices have states, which their owners keep. Loading another rank's is refused then.
+        They suffice for all data-parallel ranks only if each rank has all states: not if parameters are dealt out, nor
+        if matrices have states, which their owners keep. Loading another rank's states is refused then.
         """
         if self.optimizer is None:
             return {}
@@ -299,7 +299,7 @@ class _Adopted(MegatronOptimizer):
             # Other ranks' copies follow what the main weights were rounded to here.
             for chunk in self.model_chunks:
                 chunk.start_param_sync(force_sync=True)
-        # When nothing is refused any more.
+        # The scaler changes only when nothing can be refused any more.
         if getattr(self, "grad_scaler", None) and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
 
@@ -314,7 +314,7 @@ class _Adopted(MegatronOptimizer):
     def sharded_state_dict(
         self, model_sharded_state_dict: Any = None, is_loading: bool = False, *_: Any, **__: Any
     ) -> dict[str, Any]:
-        """States as Megatron's ``ShardedTensor``, each rank's own pieces; every rank of a stage must call this.
+        """Return states as Megatron's ``ShardedTensor``, each rank's own pieces; a collective of a stage's ranks.
 
         One format serves all of Megatron's sharding types: it is written without any gather, and read back on any
         data-, tensor- and pipeline-parallel size.
@@ -326,10 +326,10 @@ class _Adopted(MegatronOptimizer):
 
 
 class _Distributed(_Adopted, DistributedOptimizer):
-    """Megatron's distributed optimizer: flat shards of every parameter."""
+    """Megatron's distributed optimizer, with flat shards of every parameter."""
 
     def step_with_ready_grads(self) -> bool:
-        """As Megatron's, with the main weights there."""
+        """Step as Megatron does, with the main weights in the optimizer's tensors."""
         with self.main_weights():
             return bool(super().step_with_ready_grads())
 
@@ -344,32 +344,32 @@ class _Distributed(_Adopted, DistributedOptimizer):
             super()._copy_model_params_to_main_params(*args, **kwargs)
 
     def save_parameter_state(self, filename: str) -> None:
-        """Refused: the legacy format has room for Adam's two moments alone."""
+        """Refuse to save, because the legacy format has room for Adam's two moments only."""
         raise RuntimeError(
             f"ckpt_format='torch' cannot hold the states of {self.optimizer.spec.name} under the distributed "
             "optimizer; use --ckpt-format torch_dist."
         )
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
-        """Refused, see :meth:`save_parameter_state`."""
+        """Refuse to load what :meth:`save_parameter_state` refuses to save."""
         self.save_parameter_state(filename)
 
 
 class _Half(_Adopted, Float16OptimizerWithFloat16Params):
-    """Whole fp32 copies of bf16 or fp16 parameters."""
+    """Megatron's half-precision optimizer, with whole fp32 copies of bf16 or fp16 parameters."""
 
 
 class _Full(_Adopted, FP32Optimizer):
-    """Megatron's fp32 parameters themselves."""
+    """Megatron's fp32 optimizer, which steps the parameters themselves."""
 
 
 class LayerWise(_Healthy, LayerWiseDistributedOptimizer):
-    """Megatron's layer-wise optimizer: whole parameters dealt out to the data-parallel ranks.
+    """Megatron's layer-wise optimizer, which deals whole parameters out to the data-parallel ranks.
 
     Args:
-        adoption: What the wrappers need to know.
+        adoption: Facts of the model that the wrappers need.
         optimizers: Our wrappers of fp32 parameters, from the stock factory.
-        config: Megatron's config, as the user gave it.
+        config: The user's config of Megatron.
         pg_collection: The process groups.
     """
 
@@ -380,24 +380,24 @@ class LayerWise(_Healthy, LayerWiseDistributedOptimizer):
         config: OptimizerConfig,
         pg_collection: ProcessGroupCollection,
     ) -> None:
-        # It makes the fp32 copies itself, of what a rank keeps; some versions take no wrapper then.
+        # The base class makes fp32 copies of what a rank keeps; some versions then take no wrappers.
         given = [wrapper.optimizer for wrapper in optimizers] if config.bf16 else optimizers
         super().__init__(given, config, pg_collection)
         for optimizer in self.chained_optimizers:
             adoption.adopt(optimizer, layer_wise=True)
 
     def allgather_params(self) -> None:
-        """As Megatron's; where the backend has no all-gather of unequal parts, every rank broadcasts its own."""
+        """Gather parameters as Megatron does; with gloo, which gathers only equal parts, ranks broadcast theirs."""
         if dist.get_backend(self.pg_collection.dp_cp) == "gloo":
             self.broadcast_params()
         else:
             super().allgather_params()
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrappers' own, whose replica ids are true already."""
+        """Return the wrappers' states, whose replica ids are true already."""
         plain = {**kwargs, "metadata": plain_names(kwargs.get("metadata"))}
         return ChainedOptimizer.sharded_state_dict(self, *args, **plain)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """The wrappers' own."""
+        """Load the wrappers' states."""
         ChainedOptimizer.load_state_dict(self, state_dict)

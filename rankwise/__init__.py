@@ -1,6 +1,6 @@
 """MKOR, MARS, SONew and LDAdam with matrix states partitioned over ranks, as torch.optim optimizers."""
 
-from rankwise import frameworks as frameworks  # so that the core can say what to call
+from rankwise import frameworks as frameworks  # makes the core's messages name what to call
 from rankwise.fsdp.replaced_parameters import refuse_replaced
 from rankwise.fsdp.sharded_parameters import ShardedParameters
 from rankwise.layout.layout_source import read_sharded_by

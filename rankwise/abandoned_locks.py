@@ -1,8 +1,8 @@
-"""Lock files of torch's just-in-time builds whose owner is gone.
+"""This module removes lock files of torch's just-in-time builds whose owners are gone.
 
-torch takes an empty file for a lock and holds it open while it compiles. A job killed meanwhile leaves the file behind,
-and every later one waits for ever, without a word. Who holds it open tells whether anybody builds; where the holder may
-be on another machine or in another container, time has to tell.
+torch makes an empty file a lock and holds it open while it compiles. A job that is killed meanwhile leaves the file
+behind, and every later job waits for ever, without a word. If a process holds the file open, somebody builds; if the
+holder may be on another machine or in another container, the age of the lock decides.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ __all__ = ["PATIENCE", "build_locks", "is_abandoned", "settle", "unwatch_builds"
 logger = logging.getLogger(__name__)
 
 PATIENCE = 900.0
-"""Seconds after which a lock is given up whose holder could be out of sight, if nothing in its folder changes: several
-times what a build takes."""
+"""Seconds after which a lock whose holder could be out of sight counts as abandoned, if nothing in its folder changes;
+a build takes a fraction of that."""
 
 _SAYING = 3.0
-"""Seconds that a program waits without a word."""
-_RELEASING = 2.0  # seconds
+"""Seconds that a program waits before it says so."""
+_RELEASING = 2.0  # seconds that an owner may take to remove a lock that it has closed
 _INTERVAL = 0.2
 _SEEN_BY_ONE_KERNEL = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 
 
 def build_locks() -> Iterator[Path]:
-    """The locks of all just-in-time builds there are now."""
+    """Yield the locks of all just-in-time builds that exist now."""
     from torch.utils import cpp_extension
 
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
-    # Below the root: a folder for each build, or for each version of Python and CUDA first.
+    # The root has a folder for each build, or first one for each version of Python and CUDA.
     yield from sorted(lock for pattern in ("*/lock", "*/*/lock") for lock in Path(root).glob(pattern))
 
 
 def is_abandoned(lock: Path) -> bool:
-    """Whether a lock's owner is gone, so that everybody else waits for ever; changes nothing.
+    """Whether a lock's owner is gone, so that everybody else waits for ever.
 
-    Takes two seconds where nobody holds the lock. False where it cannot be known.
+    It changes nothing, takes two seconds if nobody holds the lock, and is False where the system cannot tell.
 
     Args:
-        lock: The file; need not exist.
+        lock: The file, which need not exist.
     """
     if not Path("/proc/self/fd").is_dir():
         return False
@@ -61,19 +61,19 @@ def is_abandoned(lock: Path) -> bool:
 def settle(lock: Path) -> bool:
     """Wait until nobody holds a lock, and remove it if its owner is gone.
 
-    Says what it waits for, once that has taken some seconds, and what it has removed, on this module's logger. Any
-    number of processes may call it at once.
+    It logs what it waits for, once that has taken some seconds, and what it has removed. Any number of processes may
+    call it at once.
 
     Args:
-        lock: The file; need not exist.
+        lock: The file, which need not exist.
 
     Returns:
-        Whether it was removed here.
+        Whether this call has removed it.
     """
     said, first, began = False, _Seen(None, 0.0), time.monotonic()
     while lock.exists():
         if not Path("/proc/self/fd").is_dir():
-            return False  # nowhere to look for its holder
+            return False  # the system does not list open files
         look = _look(lock)
         if look.file is None:
             if not said and time.monotonic() - began >= _SAYING:
@@ -81,7 +81,7 @@ def settle(lock: Path) -> bool:
                 said = True
         elif look.file != first.file:
             first = look
-        # An owner closes its lock before it removes it: found so twice, it was left behind.
+        # An owner closes its lock before it removes it. One that is seen closed twice was left behind.
         elif look.at - first.at >= _RELEASING and _removed(lock, look):
             logger.warning("removed %s: the process that was compiling there has ended; going on", lock)
             return True
@@ -90,7 +90,7 @@ def settle(lock: Path) -> bool:
 
 
 def _waiting_for(lock: Path) -> str:
-    """What a user has to know of a lock that keeps a program."""
+    """Return what a user has to know of a lock that a program waits for."""
     try:
         age, status = time.time() - lock.stat().st_mtime, lock.stat()
     except FileNotFoundError:
@@ -107,9 +107,9 @@ _stock: dict[str, Any] = {}
 
 
 def watch_builds() -> None:
-    """Let every just-in-time build of this process first wait for its lock by :func:`settle`, and say that it compiles.
+    """Let every just-in-time build of this process first wait for its lock by :func:`settle`, and log that it compiles.
 
-    torch's own wait is silent, and without an end where the holder was killed. A second call changes nothing.
+    torch's own wait is silent, and never ends if the holder was killed. A second call changes nothing.
     """
     from torch.utils.file_baton import FileBaton
 
@@ -149,21 +149,21 @@ def unwatch_builds() -> None:
 
 
 class _Seen(NamedTuple):
-    """A lock that nobody holds, as device, inode and time of its last change, and when that was seen."""
+    """A lock that nobody holds, as device, inode and time of its last change (or None), and when this was seen."""
 
     file: tuple[int, int, int] | None
     at: float
 
 
 def _look(lock: Path) -> _Seen:
-    """What is there at a lock's name; no file where it is held, might be held out of sight, or is gone."""
+    """Look at a lock; the result has no file if it is held, might be held out of sight, or is gone."""
     now = time.monotonic()
     try:
         status = lock.stat()
         if not _sees_all_holders(lock, status) and time.time() - _last_change(lock.parent) < PATIENCE:
             return _Seen(None, now)
         held = any(os.path.samestat(other, status) for other in _open_files())
-        # An inode's number is soon another file's, and the search may take long.
+        # The search may take long, and the inode's number may belong to another file by then.
         return _Seen(_identity(status) if not held and _identity(status) == _identity(lock.stat()) else None, now)
     except FileNotFoundError:
         return _Seen(None, now)
@@ -175,7 +175,7 @@ def _removed(lock: Path, look: _Seen) -> bool:
 
     folder = os.open(lock.parent, os.O_RDONLY)
     try:
-        # One at a time, or the second would remove the lock that the first has taken anew.
+        # One process removes at a time, or a second one would remove the lock that the first has taken anew.
         fcntl.flock(folder, fcntl.LOCK_EX)
         if _look(lock).file != look.file:
             return False
@@ -196,36 +196,36 @@ def _last_change(folder: Path) -> float:
 
 
 def _open_files() -> Iterator[os.stat_result]:
-    """Open files of all processes that this one may look into."""
+    """Return the open files of all processes that this one may look into."""
     return (status for _, status in _open_files_by_process())
 
 
 def _open_files_by_process() -> Iterator[tuple[str, os.stat_result]]:
-    """The same, with the numbers of the processes."""
+    """Yield the open files of all processes that this one may look into, with the processes' numbers."""
     for process in os.scandir("/proc"):
         if process.name.isdigit():
             try:
                 for entry in os.scandir(f"{process.path}/fd"):
                     yield process.name, entry.stat()
             except OSError:
-                continue  # another user's, or it has just ended
+                continue  # the process is another user's, or has just ended
 
 
 def _sees_all_holders(lock: Path, status: os.stat_result) -> bool:
     """Whether a holder could only be a process of this kernel that this one may look into."""
     mounted = _file_system(lock.resolve())
-    own = os.geteuid() in (0, status.st_uid)
-    # In a container, what comes from outside may be shared with others; its own root is not.
+    readable = os.geteuid() in (0, status.st_uid)
+    # A container may share file systems from outside with other containers, but not its own root.
     whole = os.readlink("/proc/self/ns/pid") == _FIRST_PID_NAMESPACE or mounted == "overlay"
-    return own and whole and mounted in _SEEN_BY_ONE_KERNEL
+    return readable and whole and mounted in _SEEN_BY_ONE_KERNEL
 
 
 def _file_system(path: Path) -> str:
-    """The kind of file system a path lies on."""
-    found, depth = "", -1
+    """Return the kind of file system that a path lies on."""
+    mounted, depth = "", -1
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields, _, kind = line.partition(" - ")
         point = Path(fields.split()[4].encode().decode("unicode_escape"))
         if path.is_relative_to(point) and len(point.parts) >= depth:
-            found, depth = kind.split()[0], len(point.parts)
-    return found
+            mounted, depth = kind.split()[0], len(point.parts)
+    return mounted

@@ -1,4 +1,4 @@
-"""Memory, traffic and work of every rank, from shapes and a layout alone: no GPU, no processes, no gradients.
+"""These functions estimate memory, traffic and work of every rank without GPUs, processes or gradients.
 
 >>> with torch.device("meta"):                                   # a model that takes no memory
 ...     model = build()
@@ -35,22 +35,22 @@ META = torch.device("meta")
 class RankEstimate:
     """What one rank holds, sends and computes per step.
 
-    Messages are counted as the exchanges count them: what an all-to-all sends to other ranks, and the vector handed to
-    an all-reduce.
+    Messages are counted as exchanges count them: what an all-to-all sends to other ranks, and the vector that is handed
+    to an all-reduce.
 
     Attributes:
         elements: Parameter elements whose update this rank computes.
-        element_state_bytes: States with one value per element, without the padding of the framework's buffers.
-        matrix_state_bytes: States of the matrices the rank owns.
-        bytes_sent: Per step.
-        collectives: Per step.
-        periodic_bytes: Sent in addition every ``period`` steps.
-        periodic_collectives: In addition every ``period`` steps.
-        period: Steps between them.
+        element_state_bytes: Bytes of states with one value per element, without the padding of the framework's buffers.
+        matrix_state_bytes: Bytes of matrix states that the rank keeps.
+        bytes_sent: Bytes sent per step.
+        collectives: Collectives per step.
+        periodic_bytes: Bytes sent in addition every ``period`` steps.
+        periodic_collectives: Collectives in addition every ``period`` steps.
+        period: Number of steps from one periodic message to the next.
         flops: Floating-point operations per step: the matrix rule of owned matrices, and a rough count for the rest.
-        matrix_flops: Those of owned matrices alone.
-        scratch_bytes: The most a step needs beside weights, gradients and states, of fp32 parameters on a device
-            with Triton.
+        matrix_flops: Floating-point operations of owned matrices.
+        scratch_bytes: Most bytes that a step needs beside weights, gradients and states, for fp32 parameters on a
+            device with Triton.
     """
 
     elements: int = 0
@@ -67,11 +67,11 @@ class RankEstimate:
 
     @property
     def state_bytes(self) -> int:
-        """All optimizer state."""
+        """Bytes of all optimizer states."""
         return self.element_state_bytes + self.matrix_state_bytes
 
     def __add__(self, other: RankEstimate) -> RankEstimate:
-        """Costs of a rank that takes part in both steps; the longer period, where they differ."""
+        """Add the costs of a rank that takes part in both steps; the longer period counts, and the larger scratch."""
         total = RankEstimate(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
         total.period = max(self.period, other.period)
         total.scratch_bytes = max(self.scratch_bytes, other.scratch_bytes)
@@ -84,11 +84,11 @@ def estimate(
     """Predict what each data-parallel rank holds, sends and computes.
 
     Args:
-        optimizer: Built on the parameters, which may be on the meta device; MKOR after ``capture(model)``.
+        optimizer: Optimizer of parameters that may be on the meta device; MKOR must have captured the model.
         world: Number of ranks to imagine. None: the layout of the optimizer's framework, after its first step.
         stage: ZeRO stage to imagine: 0 replicates parameters, 1 and 2 cut the joined parameters of each param group
             into equal parts, 3 cuts every parameter.
-        alignment: Elements to a multiple of which the equal parts of stages 1 and 2 are padded.
+        alignment: The equal parts of stages 1 and 2 are padded to a multiple of so many elements.
 
     Returns:
         One estimate per rank.
@@ -106,11 +106,11 @@ def estimate(
 
 
 def estimate_units(optimizer: ShardedOptimizer, units: Sequence[StepUnit]) -> list[RankEstimate]:
-    """The same for units that are planned or imagined.
+    """Do what :func:`estimate` does for units that are planned or imagined.
 
     Args:
         optimizer: The optimizer that the units were planned for.
-        units: All of one round of steps, at least one.
+        units: All units of one round of steps, at least one.
     """
     ranks = [RankEstimate() for _ in range(units[0].layout.world_size)]
     for unit in units:
@@ -140,7 +140,7 @@ def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstima
                     keeper = ranks[plan.keepers.get((task.key, name), plan.owners[task.key])]
                     keeper.matrix_state_bytes += state.nbytes
                     if keeper is not owner:
-                        # There in every step, back after those that change it.
+                        # The state goes to the owner in every step, and back after steps that change it.
                         keeper.bytes_sent += state.nbytes
                         owner.periodic_bytes += state.nbytes
                         borrowed[plan.owners[task.key]] += state.nbytes
@@ -170,14 +170,14 @@ def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstima
 
 
 def _scratch_memory(unit: StepUnit, costs: StepCosts) -> list[int]:
-    """The most that each rank needs at a time."""
-    layout, own = unit.layout, costs.scratch
+    """Return the most bytes that each rank needs at a time."""
+    layout, scratch = unit.layout, costs.scratch
     totals, largest = [0] * layout.world_size, [0] * layout.world_size
     for shares, count in _alike(layout):
         for holder, held in shares.items():
             totals[holder] += count * held
             largest[holder] = max(largest[holder], held)
-    always = list(map(own.elements, totals, largest))
+    always = list(map(scratch.elements, totals, largest))
     most = [0.0] * layout.world_size
     if unit.exchange is not None:
         plan, wire = unit.exchange.plan, unit.exchange.wire.scratch
@@ -189,24 +189,24 @@ def _scratch_memory(unit: StepUnit, costs: StepCosts) -> list[int]:
             batches.append(batch)
         for rank, tasks in enumerate(alone):
             travelling = [batch.get(rank, _NOTHING) for batch in batches]
-            most[rank] = _most(travelling, own, unit.dtype.itemsize, wire, own.alone(tasks))
+            most[rank] = _most(travelling, scratch, unit.dtype.itemsize, wire, scratch.alone(tasks))
     return [int(one + other) for one, other in zip(always, most, strict=True)]
 
 
 def _alike(layout: Layout) -> Iterable[tuple[Mapping[int, int], int]]:
-    """Elements by rank of keys that are held alike, and how many those are."""
-    found: dict[int, tuple[Mapping[int, int], int]] = {}
+    """Return elements by rank, each with the number of keys that are held so."""
+    counted: dict[int, tuple[Mapping[int, int], int]] = {}
     for key in layout.shapes:
         elements = layout.elements(key)
-        found[id(elements)] = elements, found.get(id(elements), (elements, 0))[1] + 1
-    return found.values()
+        counted[id(elements)] = elements, counted.get(id(elements), (elements, 0))[1] + 1
+    return counted.values()
 
 
 _NOTHING = RankBuffers()
 
 
 def _most(batches: Sequence[RankBuffers], own: ScratchMemory, itemsize: int, wire: float, alone: int) -> float:
-    """Most scratch bytes from batch to batch, while the next one's pieces and the last one's results are under way."""
+    """Return the most scratch bytes of all batches, while pieces of the next and results of the last one travel."""
     most, returning = 0.0, 0.0
     for batch, following in zip_longest(batches, batches[1:], fillvalue=_NOTHING):
         arriving = itemsize * following.stack + wire * following.gathers
@@ -226,13 +226,13 @@ def _send(ranks: Sequence[RankEstimate], sent: Sequence[Traffic]) -> None:
 
 
 def imagined_units(optimizer: ShardedOptimizer, world: int, stage: int, alignment: int = 1) -> list[StepUnit]:
-    """What :func:`estimate` takes its figures from: units of ranks that need not exist, with owners.
+    """Plan units, with owners, of ranks that need not exist, for :func:`estimate`.
 
     Args:
-        optimizer: See :func:`estimate`; the other arguments too.
+        optimizer: Optimizer of parameters that may be on the meta device.
         world: Number of ranks.
         stage: ZeRO stage.
-        alignment: Alignment of the parts of stages 1 and 2.
+        alignment: The equal parts of stages 1 and 2 are padded to a multiple of so many elements.
 
     Raises:
         ValueError: The stage is unknown.
@@ -247,13 +247,13 @@ def imagined_units(optimizer: ShardedOptimizer, world: int, stage: int, alignmen
 def imagined_contents(
     optimizer: ShardedOptimizer, world: int, stage: int, alignment: int = 1
 ) -> list[list[list[TensorContents]] | EvenCuts]:
-    """What the tensors of every rank store, for each unit; or that every parameter is cut evenly.
+    """Return what the tensors of every rank store, for each unit; or even cuts, if every parameter is cut.
 
     Args:
-        optimizer: As for :func:`imagined_units`, like the rest.
+        optimizer: Optimizer of parameters that may be on the meta device.
         world: Number of ranks.
         stage: ZeRO stage.
-        alignment: Alignment of the parts of stages 1 and 2.
+        alignment: The equal parts of stages 1 and 2 are padded to a multiple of so many elements.
 
     Raises:
         ValueError: The stage is unknown.
@@ -279,13 +279,13 @@ def _refuse_unknown(stage: int) -> None:
 
 
 def cut_by_stage(sizes: Mapping[str, int], world: int, stage: int, alignment: int = 1) -> list[Sequence[Slice]]:
-    """What the ranks' tensors of one param group store.
+    """Return what the ranks' tensors of one param group store.
 
     Args:
         sizes: Elements of each parameter, by name.
-        world: As for :func:`imagined_units`, like the rest.
+        world: Number of ranks.
         stage: ZeRO stage.
-        alignment: Alignment of the parts of stages 1 and 2.
+        alignment: The equal parts of stages 1 and 2 are padded to a multiple of so many elements.
     """
     even = EvenCuts(0, sizes, world)
     if stage == 0:
@@ -294,7 +294,7 @@ def cut_by_stage(sizes: Mapping[str, int], world: int, stage: int, alignment: in
 
 
 def _joined(sizes: Mapping[str, int], world: int, alignment: int) -> list[Sequence[Slice]]:
-    """Equal cuts of the parameters laid end to end."""
+    """Cut the parameters, laid end to end, into equal parts."""
     share = -(-sum(sizes.values()) // (world * alignment)) * alignment
     ranks: list[list[Slice]] = [[] for _ in range(world)]
     position = 0

@@ -1,4 +1,4 @@
-"""What an optimizer outside this package may import; see docs/extending.md. Nothing else here is promised to stay.
+"""An optimizer outside this package imports these names, which docs/extending.md explains; only they are stable.
 
 ======================================== ==============================================================================
 name                                     what it promises

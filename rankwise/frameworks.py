@@ -1,7 +1,7 @@
-"""The frameworks that have an adapter: the one place in this package where they are named.
+"""This module alone names the frameworks that have an adapter.
 
-Their adapters are packages of their own. A program that forgot to call one has imported nothing that could say so,
-hence what to call stands here.
+The adapters are packages of their own. A program that forgot to call one has imported nothing that could say so, hence
+the advice stands here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ADAPTERS = {
     "deepspeed": "import deepspeed_plugin before deepspeed.initialize",
     "megatron.core": "let Megatron build the optimizer after megatron_patches.apply()",
 }
-"""By the module that a program using the framework has imported: what to call."""
+"""What a program has to call, by the module of the framework that it has imported."""
 
 for _module, _advice in ADAPTERS.items():
     advise(_module, _advice)

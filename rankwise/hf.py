@@ -1,6 +1,6 @@
-"""What Hugging Face's Trainer needs of an optimizer that it builds itself, without DeepSpeed.
+"""Hugging Face's Trainer builds an optimizer by these functions if it runs without DeepSpeed.
 
-With DeepSpeed nothing of this is needed: the JSON names the type, and :mod:`deepspeed_plugin` does the rest.
+With DeepSpeed the JSON names the type, and :mod:`deepspeed_plugin` does the rest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["CapturingMKOR", "consolidating", "optimizer_cls_and_kwargs"]
 def optimizer_cls_and_kwargs(
     model: nn.Module, name: str, *, lr: float, **options: Any
 ) -> tuple[type[Optimizer], dict[str, Any]]:
-    """The Trainer's argument of this name, for one of our optimizers.
+    """Return the Trainer's argument of this name, for one of our optimizers.
 
     Names and types of the model's modules are written to its parameters, so that embeddings, heads and fused weights
     are known in the Trainer's param groups, which have no names. MKOR captures the model when it is built.
@@ -42,16 +42,16 @@ def optimizer_cls_and_kwargs(
         ... )
 
     Args:
-        model: The one that is handed to the Trainer.
+        model: Model that is handed to the Trainer.
         name: ``"mars-m"``, ``"ldadam"``, ``"mkor-h"`` ...: a DeepSpeed JSON's ``"type"``, in any case.
-        lr: The learning rate. The Trainer's own argument ``learning_rate`` is not read where it is given an optimizer.
+        lr: Learning rate. The Trainer does not read its own ``learning_rate`` if it is given an optimizer.
         options: Further options of the optimizer, but for the weight decay, which is the Trainer's.
 
     Returns:
         The class and its keywords.
 
     Raises:
-        OptionError: An unknown name or option, a value outside its range, or a weight decay.
+        OptionError: A name or option is unknown, a value is outside its range, or a weight decay is given.
     """
     named = BY_NAME.get(name.lower())
     if named is None:
@@ -73,7 +73,7 @@ def optimizer_cls_and_kwargs(
 
 
 class _MARSOfTrainer(MARS):
-    """MARS whose fallback, too, leaves undecayed what the Trainer wants no decay of."""
+    """MARS whose fallback, too, does not decay the parameters that the Trainer exempts from decay."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if param_group.get("weight_decay") == 0:
@@ -82,9 +82,9 @@ class _MARSOfTrainer(MARS):
 
 
 def _hear_of_loss(optimizer: weakref.ref[MKOR], output: Any) -> None:
-    found, loss = optimizer(), output.get("loss") if isinstance(output, Mapping) else None
-    if found is not None and isinstance(loss, Tensor):
-        found.switch.expect(loss)
+    listener, loss = optimizer(), output.get("loss") if isinstance(output, Mapping) else None
+    if listener is not None and isinstance(loss, Tensor):
+        listener.switch.expect(loss)
 
 
 class CapturingMKOR(MKOR):
@@ -92,8 +92,8 @@ class CapturingMKOR(MKOR):
 
     Args:
         params: Parameters, or param groups.
-        captured: The model they belong to. What it returns as ``loss`` while it trains is reported to MKOR-H.
-        options: As for :class:`rankwise.MKOR`.
+        captured: Model with these parameters. What it returns as ``loss`` while it trains is reported to MKOR-H.
+        options: Options of :class:`rankwise.MKOR`.
     """
 
     def __init__(self, params: Any, captured: nn.Module, **options: Any) -> None:
@@ -104,7 +104,7 @@ class CapturingMKOR(MKOR):
             captured.register_forward_hook(ModuleHook(captured, partial(_hear_of_loss, weakref.ref(self))))
 
     def state_dict(self) -> dict[str, Any]:
-        """As MKOR's; the Trainer calls it on one rank.
+        """Return MKOR's states; the Trainer calls this on one rank.
 
         Raises:
             RuntimeError: The other ranks' states were not collected first.
@@ -119,7 +119,7 @@ class CapturingMKOR(MKOR):
 
 
 def consolidating() -> Any:
-    """A callback of the Trainer: every rank's share of the states is collected before one rank saves them.
+    """Return a callback of the Trainer that collects every rank's share of the states before one rank saves them.
 
     Returns:
         A ``transformers.TrainerCallback``.
@@ -140,7 +140,7 @@ def consolidating() -> Any:
 
 
 def _consolidate(optimizer: Any) -> None:
-    """Consolidate the states of an optimizer within whatever accelerate has wrapped it in."""
+    """Consolidate the states of an optimizer, which accelerate may have wrapped."""
     while not isinstance(optimizer, MKOR) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     if isinstance(optimizer, MKOR):

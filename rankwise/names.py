@@ -1,6 +1,6 @@
-"""The names of optimizers: of both frameworks, the ready configurations and the command line.
+"""Both frameworks, the ready configurations and the command line find optimizers by these names.
 
-Ours stand here; others are added by :func:`register`, from modules that :mod:`rankwise.rule_modules` imports.
+The package's own stand here; :func:`register` adds others, from modules that :mod:`rankwise.rule_modules` imports.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Named(NamedTuple):
     """What a name stands for.
 
     Attributes:
-        optimizer: The class.
+        optimizer: Class of the optimizer.
         preset: Options that the name fixes.
     """
 
@@ -48,16 +48,16 @@ class Named(NamedTuple):
     def complete(
         self, given: Mapping[str, Any], owner: str, instead: str, valid: Collection[str] | None = None
     ) -> dict[str, Any]:
-        """The constructor's keywords from options as a file or a command line has them.
+        """Return the constructor's keywords for options of a file or a command line.
 
         Args:
             given: The user's options; lists stand for tuples.
-            owner: Who has them, for messages.
-            instead: The name that leaves to the user what this one fixes.
-            valid: The options there are; None: all of the class.
+            owner: What messages call the place of the options.
+            instead: Name that leaves to the user what this one fixes.
+            valid: Valid options; None: all options of the class.
 
         Raises:
-            OptionError: An unknown key, or one that the name fixes.
+            OptionError: A key is unknown, or the name fixes it.
         """
         check_preset(given, self.preset, owner, instead)
         names = self.optimizer.options_type.names() if valid is None else valid
@@ -77,17 +77,17 @@ BY_SPELLING: dict[str, Named] = {
     "MKOR-H": Named(MKOR, {"hybrid": True}),
     "MKOR-Sketch": Named(MKOR, {"rule": "sketch"}),
 }
-"""By the spelling of a JSON's ``"type"``."""
+"""The optimizers by the spelling of a JSON's ``"type"``."""
 
 BY_NAME: dict[str, Named] = {spelling.lower(): named for spelling, named in BY_SPELLING.items()}
-"""By the name on command lines and of files."""
+"""The optimizers by their names on command lines and in file names."""
 
 SPELLINGS: dict[str, str] = {spelling: name for name in BY_SPELLING for spelling in (name, name.lower())}
-"""An optimizer's own spelling by each that is accepted."""
+"""An optimizer's own spelling, by each spelling that is accepted."""
 
 PUBLISHED_MARS: Mapping[str, Any] = {"betas": [0.95, 0.99], "gamma": 0.025, "weight_decay": 0.01}
 """Published values of MARS-AdamW on language models, for all variants."""
-# Not the published ones: what ended lowest on small models and short runs (E4 of docs/evidence.md).
+# These differ from the published ones: they ended lowest on small models and short runs (E4 of docs/evidence.md).
 _SHORT_MARS = {"betas": [0.9, 0.95], "gamma": 0.05, "weight_decay": 0.1}
 _MKOR = {"lr": 0.003, "backend": "adamw", "betas": [0.9, 0.95], "weight_decay": 0.1}
 READY: dict[str, Mapping[str, Any]] = {
@@ -102,13 +102,13 @@ READY: dict[str, Mapping[str, Any]] = {
     "mkor-h": _MKOR,
     "mkor-sketch": {**_MKOR, "lr": 0.006},
 }
-"""Options of the ready configurations, for the small model of ``rankwise train``, by the same."""
+"""Options of the ready configurations, for the small model of ``rankwise train``, by the names of :data:`BY_NAME`."""
 
 CLASSES: list[type[ShardedOptimizer]] = list(dict.fromkeys(named.optimizer for named in BY_NAME.values()))
-"""The classes, each once."""
+"""The classes of all names, without duplicates."""
 
 LISTENERS: list[Callable[[str, Named | None], None]] = []
-"""Called with every name that is registered, before it is known, and they may refuse it; with None once it is not."""
+"""Functions that are called with every name before it is registered, and may refuse it; later with None if it goes."""
 
 _OURS = frozenset(BY_NAME)
 _SPELLING = re.compile(r"[A-Za-z][A-Za-z0-9]*(-[A-Za-z0-9]+)*")
@@ -125,18 +125,18 @@ def register(
     preset: Mapping[str, Any] = MappingProxyType({}),
     ready: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Make an optimizer known by a name: a JSON's ``"type"``, ``--optimizer`` in lower case, and to all commands.
+    """Give an optimizer a name: a JSON's ``"type"``, ``--optimizer`` in lower case, and a name for all commands.
 
     Registering a class of the same module and name again replaces it.
 
     Args:
-        spelling: As a JSON has it: letters and digits, parts joined by hyphens.
-        optimizer: The class.
+        spelling: Name in a JSON's spelling: letters and digits, in parts joined by hyphens.
+        optimizer: Class of the optimizer.
         preset: Options that the name fixes.
         ready: Options of the ready configurations.
 
     Raises:
-        OptionError: The name is invalid or taken, the class is none of an optimizer, or it has no such option.
+        OptionError: The name is invalid or taken, the class is no optimizer's, or it has no such option.
     """
     name = str(spelling).lower()
     if not isinstance(spelling, str) or not _SPELLING.fullmatch(spelling):
@@ -180,13 +180,13 @@ def unregister(spelling: str) -> None:
 
 
 def _tell(spelling: str, named: Named | None) -> None:
-    told = []
+    heard = []
     try:
         for hear in LISTENERS:
             hear(spelling, named)
-            told.append(hear)
+            heard.append(hear)
     except BaseException:
-        for hear in told:
+        for hear in heard:
             hear(spelling, None)
         raise
 

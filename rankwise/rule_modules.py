@@ -1,7 +1,7 @@
-"""Modules with optimizers of users' own, imported where names of optimizers are read, so that every process knows them.
+"""Modules with users' optimizers are imported where names of optimizers are read, so that every process has them.
 
-Named by the variable ``RANKWISE_RULES``, which launched ranks inherit, or by packages that are installed with an entry
-point in the group ``rankwise.rules``.
+The variable ``RANKWISE_RULES``, which launched ranks inherit, names them, or installed packages with an entry point in
+the group ``rankwise.rules``.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from rankwise.options.validation import OptionError
 __all__ = ["GROUP", "VARIABLE", "add_rule_modules", "import_rule_modules"]
 
 VARIABLE = "RANKWISE_RULES"
-"""Names modules or files, separated as in ``PATH``."""
+"""Environment variable with the names of modules or files, separated as in ``PATH``."""
 
 GROUP = "rankwise.rules"
-"""Entry points of installed packages."""
+"""Group of the entry points of installed packages."""
 
 
 def import_rule_modules() -> None:
-    """Import what the variable and installed packages name; what is imported already stays as it is.
+    """Import what the variable and installed packages name, and what is not imported already.
 
     Raises:
-        OptionError: Something cannot be imported; with its name and the reason.
+        OptionError: A module cannot be imported; the message has its name and the reason.
     """
     for word in filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)):
         _imported(word)
@@ -51,7 +51,7 @@ def add_rule_modules(words: list[str]) -> None:
         words: Names of modules, or paths of files.
 
     Raises:
-        OptionError: One cannot be imported.
+        OptionError: A module cannot be imported.
     """
     # Ranks may be started in another folder.
     named = [str(Path(word).resolve()) if word.endswith(".py") else word for word in words]
@@ -59,8 +59,8 @@ def add_rule_modules(words: list[str]) -> None:
         _imported(word)
     if not named:
         return
-    known = filter(None, os.environ.get(VARIABLE, "").split(os.pathsep))
-    os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys([*known, *named]))
+    inherited = filter(None, os.environ.get(VARIABLE, "").split(os.pathsep))
+    os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys([*inherited, *named]))
 
 
 def _imported(word: str) -> ModuleType:
@@ -69,11 +69,11 @@ def _imported(word: str) -> ModuleType:
     except OptionError as error:
         raise OptionError(f"{VARIABLE}: {word!r} is invalid: {error}") from error
     except Exception as error:
-        # Python hides what a class body has raised behind the attribute.
-        told = error.__cause__ if isinstance(error.__cause__, OptionError) else error
+        # Python wraps what a descriptor of a class body has raised in another error.
+        cause = error.__cause__ if isinstance(error.__cause__, OptionError) else error
         raise OptionError(
             f"{VARIABLE}: {word!r} is invalid: it must be a module that can be imported or the path of a .py file "
-            f"({type(told).__name__}: {told}); correct it, or take it out of {VARIABLE}"
+            f"({type(cause).__name__}: {cause}); correct it, or take it out of {VARIABLE}"
         ) from error
 
 
@@ -99,5 +99,5 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def _file_of(module: ModuleType) -> Path | None:
-    found = getattr(module, "__file__", None)
-    return None if found is None else Path(found).resolve()
+    file = getattr(module, "__file__", None)
+    return None if file is None else Path(file).resolve()

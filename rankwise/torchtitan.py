@@ -1,6 +1,6 @@
-"""rankwise under torchtitan: importing this module makes its optimizers valid ``optimizer_name`` values.
+"""Importing this module makes rankwise's optimizers valid ``optimizer_name`` values of torchtitan.
 
-A configuration names them in ``ParamGroupConfig``; its trainer, containers and checkpoints stay as they are.
+A configuration names them in ``ParamGroupConfig``; torchtitan's trainer, containers and checkpoints stay as they are.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from rankwise.step.optimizer import ShardedOptimizer
 __all__ = ["OPTIMIZER_NAMES", "build", "is_registered", "register", "unregister"]
 
 OPTIMIZER_NAMES: Mapping[str, str] = SPELLINGS
-"""The optimizer's own spelling by each that is accepted."""
+"""An optimizer's own spelling, by each spelling that is accepted."""
 
 _THEIRS = ("Adam", "AdamW", "DistMuon")
 _IMPLEMENTATION = ("fused", "foreach")
 _KEPT = ("params", "param_names", "fallback")
-# A module that is loaded again finds what it has replaced before.
+# If the module is loaded again, it finds what it has replaced before.
 _originals: dict[str, Any] = globals().get("_originals", {})
 Facts = dict[str, tuple[bool, list[str]]]
-"""By optimizer: whether it has matrices on a rank, and the names of its parameters there."""
+"""Whether each optimizer has matrices on a rank, and the names of its parameters there."""
 
 
 # --- one optimizer ----------------------------------------------------------------------------------------------------
@@ -48,28 +48,28 @@ def build(name: str, groups: Sequence[Mapping[str, Any]], **options: Any) -> Sha
 
     Args:
         name: A key of :data:`OPTIMIZER_NAMES`.
-        groups: As torchtitan makes them: parameters, their names, and each group's ``optimizer_kwargs``.
-        options: Options of all groups: ``optimizer_factory_kwargs_by_name``.
+        groups: Param groups of torchtitan: parameters, their names, and each group's ``optimizer_kwargs``.
+        options: Options of all groups, from ``optimizer_factory_kwargs_by_name``.
 
     Raises:
-        OptionError: An unknown key, a value outside its range, or options that groups must share and do not.
+        OptionError: A key is unknown, a value is outside its range, or groups differ in options that they must share.
     """
     named = BY_SPELLING[OPTIMIZER_NAMES[name]]
-    # torchtitan writes into every group how its own optimizers are to loop.
+    # torchtitan writes into every group which implementation its own optimizers should use.
     given = [{key: v for key, v in group.items() if key not in (*_KEPT, *_IMPLEMENTATION)} for group in groups]
-    resolved = [_resolved(OPTIMIZER_NAMES[name], {**options, **own}) for own in given]
+    resolved = [_resolved(OPTIMIZER_NAMES[name], {**options, **keywords}) for keywords in given]
     varying = named.optimizer.options_type.per_group()
-    shared = [{key: v for key, v in own.items() if key not in varying} for own in resolved]
+    shared = [{key: v for key, v in keywords.items() if key not in varying} for keywords in resolved]
     for other in shared[1:]:
         _refuse_difference(OPTIMIZER_NAMES[name], shared[0], other)
     kept = [{key: group[key] for key in _KEPT if key in group} for group in groups]
-    own = [{key: v for key, v in found.items() if key in varying} for found in resolved]
+    keywords = [{key: v for key, v in complete.items() if key in varying} for complete in resolved]
     with called(OPTIMIZER_NAMES[name]):
-        return named.optimizer([{**group, **values} for group, values in zip(kept, own, strict=True)], **shared[0])
+        return named.optimizer([{**group, **values} for group, values in zip(kept, keywords, strict=True)], **shared[0])
 
 
 def _resolved(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Constructor keywords of one group."""
+    """Return the constructor's keywords for one group."""
     named, owner = BY_SPELLING[name], f"optimizer_name='{name}'"
     resolved = named.complete(given, owner, instead=named.optimizer.__name__)
     with called(name):
@@ -86,7 +86,7 @@ def _resolved(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_difference(name: str, first: Mapping[str, Any], other: Mapping[str, Any]) -> None:
     for key in (*first, *other):
         if key not in first or key not in other or first[key] != other[key]:
-            values = " and ".join(shown(found[key]) if key in found else "nothing" for found in (first, other))
+            values = " and ".join(shown(options[key]) if key in options else "nothing" for options in (first, other))
             raise OptionError(
                 f"optimizer_name='{name}': {key} is invalid, because it is {values} in two of its param groups: "
                 f"groups of one name are one optimizer, which has one {key}; write the same into all of them, or once "
@@ -103,10 +103,10 @@ def is_registered() -> bool:
 
 
 def register() -> None:
-    """Make the names known to torchtitan; a second call changes nothing.
+    """Add the names to torchtitan's; a second call changes nothing.
 
-    Wraps three methods: one that looks names up, one that builds the optimizers of a model, which MKOR has to know, and
-    one that returns the loss, of which MKOR-H has to hear.
+    It wraps three methods: one that looks names up, one that builds the optimizers of a model, which MKOR captures, and
+    one that returns the loss, which MKOR-H watches.
     """
     if not _originals:
         for name, (owner, ours) in _REPLACED.items():
@@ -121,7 +121,7 @@ def unregister() -> None:
 
 
 def _resolve_optimizer_factory(name: str) -> Callable[..., Any]:
-    """As torchtitan's method, with our names, and a message that names the nearest one."""
+    """Do what torchtitan's method does, with our names, and a message that names the nearest one."""
     if name in OPTIMIZER_NAMES:
         return functools.partial(build, name)
     try:
@@ -136,7 +136,7 @@ def _resolve_optimizer_factory(name: str) -> Callable[..., Any]:
 
 @functools.wraps(OptimizersContainer.__init__)
 def _init(container: OptimizersContainer, config: Any, *, model_parts: list[nn.Module]) -> None:
-    """As torchtitan's constructor, with what our optimizers have to know of the model; alike on all ranks."""
+    """Build the optimizers as torchtitan does, and give ours what they must know of the model; a collective."""
     for group in config.param_groups:
         _resolve_optimizer_factory(group.optimizer_name)
     _refuse_unused(config)
@@ -145,7 +145,7 @@ def _init(container: OptimizersContainer, config: Any, *, model_parts: list[nn.M
         return
     for part in model_parts:
         _annotate(part)
-    # A stage may have no matrices, and nothing that a pattern means; some stage must.
+    # A single stage may have no matrices, and no parameter that a pattern matches, but all stages together must.
     with idle_allowed(), checked_later():
         group = dist.group.WORLD if dist.is_initialized() else None
         everywhere = gather_together(lambda: _built(container, config, model_parts), group)
@@ -158,7 +158,7 @@ def _init(container: OptimizersContainer, config: Any, *, model_parts: list[nn.M
 
 
 def _refuse_unused(config: Any) -> None:
-    """Refuse keywords that torchtitan would pass over: it looks them up by the spelling of the groups."""
+    """Refuse keywords that torchtitan would ignore, because it looks them up by the spelling of the groups."""
     names = list(dict.fromkeys(group.optimizer_name for group in config.param_groups))
     for name in config.optimizer_factory_kwargs_by_name:
         if name not in names:
@@ -169,19 +169,19 @@ def _refuse_unused(config: Any) -> None:
 
 
 def _built(container: OptimizersContainer, config: Any, model_parts: list[nn.Module]) -> Facts:
-    found: Facts = {}
+    facts: Facts = {}
     _originals["__init__"](container, config, model_parts=model_parts)
     for optimizer in _ours(container):
         if optimizer.needs_capture:
             mine = next(iter(optimizer.table.parameters.values()))
             optimizer.capture(next(part for part in model_parts if any(p is mine for p in part.parameters())))  # type: ignore[attr-defined]
-        busy, names = found.get(optimizer.identity, (False, []))
-        found[optimizer.identity] = (busy or not optimizer.table.is_idle, [*names, *optimizer.table.catalog])
-    return found
+        busy, names = facts.get(optimizer.identity, (False, []))
+        facts[optimizer.identity] = (busy or not optimizer.table.is_idle, [*names, *optimizer.table.catalog])
+    return facts
 
 
 def _annotate(part: nn.Module) -> None:
-    """As :func:`rankwise.routing.roles.annotate`, under torchtitan's names, which know of no wrapper."""
+    """Annotate parameters as :func:`rankwise.routing.roles.annotate` does, with torchtitan's names without wrappers."""
     for parameter, info in describe(part).items():
         bias = None if info.bias is None else canonical_fqn(info.bias)
         attach_info(parameter, replace(info, name=canonical_fqn(info.name), bias=bias))
@@ -193,7 +193,7 @@ def _ours(container: OptimizersContainer) -> list[ShardedOptimizer]:
 
 @functools.wraps(Trainer.forward_backward_step)
 def _forward_backward_step(trainer: Trainer, **batch: Any) -> Tensor:
-    """As torchtitan's method; MKOR-H hears of the loss."""
+    """Do what torchtitan's method does, and report the loss to MKOR-H."""
     optimizers = _ours(trainer.optimizers)
     if any(optimizer.needs_capture for optimizer in optimizers) and not trainer.config.training.disable_cuda_graphs:
         raise OptionError(
@@ -210,16 +210,16 @@ def _forward_backward_step(trainer: Trainer, **batch: Any) -> Tensor:
 
 
 def _mean_loss(trainer: Trainer, loss: Tensor) -> Tensor:
-    """The loss, scaled so that its mean over micro-batches and ranks is that of all tokens; a collective of stages."""
+    """Scale the loss so that its mean over micro-batches and ranks is that of all tokens; a collective of stages."""
     if is_sharded(loss):
         loss = loss.to_local()  # type: ignore[attr-defined]
     dims = trainer.parallel_dims
     if dims.pp_enabled:
-        # The others' is a placeholder.
+        # Only the last stage has a loss; other stages have a placeholder.
         loss = loss.reshape(()).clone() if trainer.pp_has_last_stage else loss.new_zeros(())
         dist.all_reduce(loss, group=dims.get_mesh("pp").get_group())
     mesh = dims.get_optional_mesh("loss")
-    # A sum over the tokens of this rank and micro-batch, divided by the tokens of all.
+    # The loss is a sum over the tokens of this rank and micro-batch, divided by the number of all tokens.
     return loss * (trainer.gradient_accumulation_steps * (1 if mesh is None else mesh.size()))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed engines whose optimizer is one of ours: saved, found, judged, and loaded anywhere."""
+"""This room saves, finds, judges and loads checkpoints of DeepSpeed engines with our optimizers, in any layout."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Making DeepSpeed's universal checkpoints: a folder per parameter, for any number of ranks and any stage.
+"""This module makes DeepSpeed's universal checkpoints, which have a folder per parameter, for any ranks and stage.
 
-DeepSpeed's converter knows Adam's states only. Ours are added beside its files, by name.
+DeepSpeed's converter takes Adam's states only. Ours are added beside its files, by name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def convert(source: str | Path, target: str | Path, workers: int = 2) -> None:
     Args:
         source: Folder of a tag, written by ``save_checkpoint`` at ZeRO stage 1, 2 or 3.
         target: Folder to write; ``latest_universal`` beside it will name it.
-        workers: Processes of the converter.
+        workers: Number of the converter's processes.
 
     Raises:
         CheckpointError: There is no checkpoint in ``source``, files of it are missing or damaged, or stage 0 wrote it.
@@ -77,18 +77,18 @@ def convert(source: str | Path, target: str | Path, workers: int = 2) -> None:
 
 
 def _shapes_by_group(saved: SavedCheckpoint) -> list[dict[str, tuple[int, ...]]]:
-    """Logical shapes of each param group's parameters; matrices of a stack by themselves."""
-    found: list[dict[str, tuple[int, ...]]] = [{} for _ in saved.common["param_groups"]]
+    """Return the logical shapes of each param group's parameters; matrices of a stack have names of their own."""
+    shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in saved.common["param_groups"]]
     for rank in range(len(saved.zero_files)):
         for record in saved.optimizer(rank)[0]["layout"]:
             for key, shape, *_ in record["runs"]:
-                found[record["group"]][key] = tuple(shape)
-    return found
+                shapes[record["group"]][key] = tuple(shape)
+    return shapes
 
 
 @torch.no_grad()
 def _correct_weights(vectors: Vectors, folder: Path) -> None:
-    """Write the weights again: DeepSpeed 0.19's converter misplaces what round_robin_gradients had reordered."""
+    """Write the weights again, as DeepSpeed 0.19's converter misplaces what round_robin_gradients had reordered."""
     parts: dict[str, list[tuple[int, Tensor]]] = {}
     for name, vector in vectors.items():
         kind, _, key = name.partition("/")
@@ -99,8 +99,8 @@ def _correct_weights(vectors: Vectors, folder: Path) -> None:
             for start, values in vector.chunks:
                 flat[start : start + values.numel()] = values
             parts.setdefault(parameter, []).append((position, flat))
-    for parameter, found in parts.items():
+    for parameter, pieces in parts.items():
         path = folder / parameter / "fp32.pt"
         content = read(path)
-        whole = torch.cat([flat for _, flat in sorted(found, key=lambda part: part[0])])
+        whole = torch.cat([flat for _, flat in sorted(pieces, key=lambda part: part[0])])
         torch.save({**content, PARAM: whole.view(content[PARAM].shape)}, path)

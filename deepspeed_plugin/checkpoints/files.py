@@ -1,4 +1,4 @@
-"""What lies in a checkpoint folder of DeepSpeed, as far as its optimizer is concerned."""
+"""These classes describe a checkpoint folder of DeepSpeed, as far as the optimizer is concerned."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ __all__ = [
 ]
 
 RECORD = "rankwise"
-"""Key of the model file under which we note who wrote the checkpoint, which save it was, and where."""
+"""Key of the model file with the optimizer that wrote the checkpoint, an id of the save, and its folder."""
 ASIDE = ".new"
-"""Ending of a file that is to become another one."""
+"""Ending of a file that will replace the file without it."""
 REPLACING = "rankwise_replacing"
-"""In the folder of a tag while its files become those of a later save: some may be old, some new."""
+"""Name of a file in a tag's folder while files of a later save replace its files: some may be old, some new."""
 
 _ZERO_FILE = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt$")
 
 
 def tag_in(load_dir: str | Path, pointer: str = "latest") -> str | None:
-    """The tag a pointer file names; None without one."""
+    """Return the tag that a pointer file names; None if there is no such file."""
     path = Path(load_dir) / pointer
     return path.read_text().strip() if path.is_file() else None
 
 
 def newest_model_file(folder: Path) -> Path | None:
-    """The file with the module's state and the engine's counters; None if there is none.
+    """Return the file with the module's state and the engine's counters; None if there is none.
 
-    A tag may be written again by a run of another stage or size, whose files replace only some of the old ones: what
-    belongs to the checkpoint is for the newest model file to say.
+    A run of another stage or size may write a tag again, and replace only some of the old files: the newest model file
+    says which files belong to the checkpoint.
     """
-    found = folder.glob("*mp_rank_00_model_states.pt")
-    models = sorted((path for path in found if "_expert_" not in path.name), key=lambda path: path.stat().st_mtime)
+    candidates = folder.glob("*mp_rank_00_model_states.pt")
+    models = sorted((path for path in candidates if "_expert_" not in path.name), key=lambda path: path.stat().st_mtime)
     return models[-1] if models else None
 
 
@@ -64,8 +64,8 @@ class CheckpointFolder:
     """A checkpoint in any of DeepSpeed's formats.
 
     Attributes:
-        folder: Its folder.
-        model_file: The file with the module's state and the engine's counters.
+        folder: Folder of the checkpoint.
+        model_file: File with the module's state and the engine's counters.
     """
 
     folder: Path
@@ -73,12 +73,12 @@ class CheckpointFolder:
 
     @cached_property
     def content(self) -> dict[str, Any]:
-        """The model file's."""
+        """Content of the model file."""
         return read(self.model_file)
 
     @property
     def record(self) -> Mapping[str, Any]:
-        """Our note in the model file; empty for anybody else's checkpoint."""
+        """Our record in the model file; empty in other optimizers' checkpoints."""
         return self.content.get(RECORD) or {}
 
     @property
@@ -92,10 +92,10 @@ class NamedStates:
     """Weights and states by name.
 
     Attributes:
-        vectors: Under the names of :func:`rankwise.checkpoint.named_vectors.saved_vectors`.
-        common: What does not depend on the layout: ``param_groups`` and the optimizer's own extra state; None where
-            states are not wanted, or are another's.
-        inherited: Whether moments of AdamW or Muon are wanted as states.
+        vectors: Vectors under the names of :func:`rankwise.checkpoint.named_vectors.saved_vectors`.
+        common: ``param_groups`` and extra state, which do not depend on the layout; None if states are not wanted, or
+            are another optimizer's.
+        inherited: Whether moments of AdamW or Muon become states.
     """
 
     vectors: NamedVectors
@@ -105,11 +105,11 @@ class NamedStates:
 
 @dataclass(frozen=True)
 class SavedCheckpoint(CheckpointFolder):
-    """A checkpoint as DeepSpeed writes it.
+    """A checkpoint in the files that DeepSpeed writes.
 
     Attributes:
         zero_files: ZeRO's files in rank order, of the first pipeline stage; empty at stage 0.
-        missing: Names of the ZeRO files that must have been there.
+        missing: Names of ZeRO files that should exist and do not.
     """
 
     zero_files: tuple[Path, ...] = ()
@@ -117,7 +117,7 @@ class SavedCheckpoint(CheckpointFolder):
 
     @classmethod
     def find(cls, load_dir: str | Path, tag: str | None) -> SavedCheckpoint | None:
-        """Locate the files of a tag, or of the latest one; None if there are none.
+        """Find the files of a tag, or of the latest one; None if there are none.
 
         Raises:
             CheckpointError: The model file cannot be read.
@@ -127,7 +127,7 @@ class SavedCheckpoint(CheckpointFolder):
 
     @classmethod
     def at(cls, folder: Path) -> SavedCheckpoint | None:
-        """As :meth:`find`, of a tag's folder."""
+        """Find the files in a tag's folder; None if there are none."""
         model_file = newest_model_file(folder)
         if model_file is None:
             return None
@@ -156,13 +156,13 @@ class SavedCheckpoint(CheckpointFolder):
         return cls(folder, model_file, files, tuple(missing))
 
     def known(self, states: bool) -> Saved:
-        """What :func:`deepspeed_plugin.checkpoints.load_plan.decide` has to know.
+        """Return the facts by which :func:`deepspeed_plugin.checkpoints.load_plan.decide` decides.
 
         Args:
-            states: Whether optimizer states are wanted: else none of their files need be there.
+            states: Whether optimizer states are wanted; their files need not exist otherwise.
 
         Raises:
-            CheckpointError: A file that would tell cannot be read.
+            CheckpointError: A file with these facts cannot be read.
         """
         return Saved(
             name=self.folder.name,
@@ -182,24 +182,24 @@ class SavedCheckpoint(CheckpointFolder):
 
     @cached_property
     def common(self) -> dict[str, Any]:
-        """The base optimizer's dictionary saved by the first rank, for what does not depend on the layout."""
+        """Dictionary of the base optimizer that the first rank saved, for what does not depend on the layout."""
         if self.zero_files:
             return self.optimizer(0)[0]
-        # Not the weights: pipeline engines keep them in files of their own, by layer.
+        # The weights may be elsewhere: pipeline engines keep them in files by layer.
         saved: dict[str, Any] = self.content["optimizer"]
-        found: dict[str, Any] = saved.get("optimizer_state_dict", saved)
-        return found
+        common: dict[str, Any] = saved.get("optimizer_state_dict", saved)
+        return common
 
     @property
     def world_size(self) -> int | None:
-        """Ranks that wrote it; None at stage 0, whose file any number of ranks can read."""
+        """Number of ranks that wrote it; None at stage 0, whose file any number of ranks can read."""
         return len(self.zero_files) or None
 
     def require_complete(self) -> None:
-        """Refuse a checkpoint of which files are missing, or may be of two saves.
+        """Refuse a checkpoint whose files are incomplete, or may come from two saves.
 
         Raises:
-            CheckpointError: Names the first one, or the ways out.
+            CheckpointError: The message names the first missing file, or the ways out.
         """
         if (self.folder / REPLACING).exists():
             raise CheckpointError(
@@ -215,20 +215,20 @@ class SavedCheckpoint(CheckpointFolder):
             )
 
     def files(self, states: bool) -> list[Path]:
-        """All files of the checkpoint, the same on every rank: models' and, if wanted, optimizers'."""
+        """Return all model files of the checkpoint and, if wanted, all of optimizers, in one order on all ranks."""
         models = self.folder.glob("*model_states.pt")
-        found = {path for path in models if path.name.startswith("zero_pp_rank") == self.partitioned_weights}
+        paths = {path for path in models if path.name.startswith("zero_pp_rank") == self.partitioned_weights}
         if states and self.zero_files:
-            # Of every stage of a pipeline, and of experts; not of a run of another size that wrote this tag before.
+            # Files of all pipeline stages and of experts count, but not those of an earlier run of another size.
             prefix = self.zero_files[0].name.startswith("bf16_")
             for path in self.folder.glob("*_optim_states.pt"):
                 match = re.match(r"(?:bf16_)?zero_pp_rank_(\d+)_", path.name)
                 if path.name.startswith("bf16_") == prefix and (match is None or int(match[1]) < len(self.zero_files)):
-                    found.add(path)
-        return sorted(found)
+                    paths.add(path)
+        return sorted(paths)
 
     def optimizer(self, rank: int) -> tuple[dict[str, Any], list[Tensor]]:
-        """The base optimizer's dictionary saved by one rank, and the flat weights of its param groups."""
+        """Return the base optimizer's dictionary that a rank saved, and the flat weights of its param groups."""
         if not self.zero_files:
             return self._unpartitioned()
         content = self._wrapper_state(rank)
@@ -246,7 +246,7 @@ class SavedCheckpoint(CheckpointFolder):
         return saved, [module[name] if name is not None else nothing for name in names]
 
     def scaler_state(self) -> Mapping[str, Any]:
-        """What ZeRO's wrapper saved of a loss scale; empty where none was in use, and at stage 0."""
+        """Return what ZeRO's wrapper saved of a loss scale; empty if none was in use, and at stage 0."""
         return self._wrapper_state(0) if self.zero_files and _enabled(self.config, "fp16") else {}
 
     def _wrapper_state(self, rank: int) -> Mapping[str, Any]:
@@ -256,15 +256,15 @@ class SavedCheckpoint(CheckpointFolder):
 
     @cached_property
     def _wrapper_states(self) -> dict[int, Mapping[str, Any]]:
-        """What was read of ZeRO's files: each is read once, and mapped rather than held in memory."""
+        """Contents of ZeRO's files, each of which is read once, and mapped rather than held in memory."""
         return {}
 
     @cached_property
     def author(self) -> str | None:
-        """Which of our optimizers wrote it; None for anybody else's, whatever the format.
+        """Identity of our optimizer that wrote it; None for other optimizers, whatever the format.
 
         Raises:
-            CheckpointError: The file that would tell cannot be read.
+            CheckpointError: The file with the identity cannot be read.
         """
         if self.record:
             return str(self.record["identity"])
@@ -275,9 +275,9 @@ class SavedCheckpoint(CheckpointFolder):
         return state.get("rankwise") if isinstance(state, dict) else None
 
     def alignment(self, rank: int) -> list[list[int]] | None:
-        """By tensor of ZeRO-1's or -2's optimizer: the gap after each parameter; None without gaps."""
-        found: list[list[int]] | None = self._wrapper_state(rank).get("param_alignment_paddings")
-        return found
+        """Return the gap after each parameter, for each tensor of ZeRO-1's or -2's optimizer; None without gaps."""
+        gaps: list[list[int]] | None = self._wrapper_state(rank).get("param_alignment_paddings")
+        return gaps
 
     @property
     def _sub_groups(self) -> tuple[int, ...]:
@@ -286,31 +286,31 @@ class SavedCheckpoint(CheckpointFolder):
 
     @property
     def _order(self) -> Order | None:
-        """All that tells, at stage 0, which parameter a state belongs to; with ZeRO there are names."""
+        """Return what says at stage 0 which parameter a state belongs to; with ZeRO names say it."""
         if self.zero_files:
             return None
         return tuple(self.content["module"]), tuple(len(group["params"]) for group in self.common["param_groups"])
 
     @cached_property
     def has_moments(self) -> bool:
-        """Whether the first rank's states are moments of AdamW or Muon, of parameters whose names can be told."""
+        """Whether the first rank's states are moments of AdamW or Muon, of parameters whose names are known."""
         try:
             named = not self.zero_files or bool(self.content["param_shapes"])
             states, groups = self.common["state"], self.common["param_groups"]
-            # At stage 0 a parameter that no gradient has reached has none.
-            found = [
+            # At stage 0 a parameter without any gradient so far has no moments.
+            complete = [
                 set(moment_names(group)) <= moments_of(states[key], group).keys()
                 for group in groups
                 for key in group["params"]
                 if key in states
             ]
-            return named and bool(found) and all(found)
+            return named and bool(complete) and all(complete)
         except (AttributeError, ImportError, IndexError, KeyError, TypeError):
             return False
 
     @cached_property
     def stage(self) -> int:
-        """ZeRO stage that wrote it; of files in a format of others', what their configuration says."""
+        """ZeRO stage that wrote it; for files in another format, the stage that their configuration has."""
         if not self.zero_files:
             return 0
         if self.partitioned_weights:
@@ -322,12 +322,12 @@ class SavedCheckpoint(CheckpointFolder):
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The configuration of the engine that wrote it."""
+        """Configuration of the engine that wrote it."""
         return _config(self.content)
 
 
 def _shard_names(content: Mapping[str, Any]) -> list[str]:
-    """The model files of AutoTP's ranks; pipelines keep their layers elsewhere."""
+    """Return the names of the model files of AutoTP's ranks; pipelines keep their layers elsewhere."""
     ways = int((_config(content).get("tensor_parallel") or {}).get("autotp_size") or 1)
     return [f"mp_rank_{rank:02d}_model_states.pt" for rank in range(ways)] if ways > 1 else []
 
@@ -354,9 +354,9 @@ def _stage(config: Mapping[str, Any]) -> int:
 # --- the form in which our states lie in ZeRO's files ----------------------------------------------------------------
 
 # ``deepspeed.checkpoint.ds_to_universal`` expects Adam's two moments, laid out as the flat partition, and ``step`` for
-# every flat tensor, and hands them and the hyper-parameters to whatever optimizer loads the result. Ours are neither
-# two nor laid out so, hence they lie beside, and in their place stand moments of zero that take no room in the file and
-# a step of zero: for Adam, a fresh start.
+# every flat tensor, and hands them and the hyper-parameters to any optimizer that loads the result. Our states are not
+# two moments in that layout. They lie beside, and moments of zero, which take no room in the file, and a step of zero
+# stand in their place: for Adam, a fresh start.
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STATES, _GROUPS = "element_states", "hyperparameters"
 
@@ -366,19 +366,19 @@ def _nothing() -> torch.Tensor:
 
 
 def _from_stock(state_dict: Any) -> Any:
-    """Take the true states and hyper-parameters from beside the stand-ins; what has none is returned as it is."""
+    """Take the true states and hyper-parameters from beside the stand-ins; others are returned as they are."""
     if not isinstance(state_dict, Mapping) or _STATES not in state_dict:
         return state_dict
-    found = dict(state_dict)
-    found["state"], found["param_groups"] = found.pop(_STATES), found.pop(_GROUPS)
-    return found
+    restored = dict(state_dict)
+    restored["state"], restored["param_groups"] = restored.pop(_STATES), restored.pop(_GROUPS)
+    return restored
 
 
 @contextmanager
 def zero_form(engine: DeepSpeedEngine) -> Iterator[None]:
-    """While this lasts the optimizer's dictionaries are written, and read, with stand-ins where the converter looks.
+    """Let the optimizer write and read its dictionaries with stand-ins, for the converter, inside the context.
 
-    Stage 0, which DeepSpeed cannot convert, has none.
+    Stage 0, which DeepSpeed cannot convert, gets no stand-ins.
     """
     optimizer = engine.basic_optimizer
     if not (isinstance(optimizer, ShardedOptimizer) and engine.zero_optimization()):
@@ -387,15 +387,15 @@ def zero_form(engine: DeepSpeedEngine) -> Iterator[None]:
     write, load = optimizer.state_dict, optimizer.load_state_dict
 
     def state_dict() -> dict[str, Any]:
-        own = write()
+        written = write()
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         stand_ins = {
             index: {"step": _nothing(), **{name: _nothing().expand(tensor.numel()) for name in _MOMENTS}}
             for index, tensor in enumerate(tensors)
         }
-        groups = [{"params": group["params"]} for group in own["param_groups"]]
-        beside = {_STATES: own["state"], _GROUPS: own["param_groups"]}
-        return {**own, **beside, "state": stand_ins, "param_groups": groups}
+        groups = [{"params": group["params"]} for group in written["param_groups"]]
+        beside = {_STATES: written["state"], _GROUPS: written["param_groups"]}
+        return {**written, **beside, "state": stand_ins, "param_groups": groups}
 
     optimizer.state_dict = state_dict  # type: ignore[method-assign]
     optimizer.load_state_dict = lambda state_dict: load(_from_stock(state_dict))  # type: ignore[method-assign, assignment]

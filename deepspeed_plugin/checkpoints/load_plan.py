@@ -1,4 +1,4 @@
-"""How a checkpoint is to be loaded: decided once, from what is known of it and of this run, before anything is touched.
+"""This module decides how a checkpoint is loaded, once, from facts of it and of this run, before anything changes.
 
 Nothing here reads a file, asks an engine or talks to other ranks. :mod:`deepspeed_plugin.checkpoints.files` and
 :mod:`deepspeed_plugin.checkpoints.universal` say what is known of a checkpoint,
@@ -26,10 +26,10 @@ class Wanted:
 
     Attributes:
         load_module_strict: Whether model and checkpoint must have the same parameters and buffers.
-        load_optimizer_states: False keeps weights only.
+        load_optimizer_states: Whether states are loaded beside the weights.
         load_lr_scheduler_states: Whether the scheduler is restored.
-        load_module_only: Leaves counters and schedulers alone, too.
-        custom_load_fn: Called with ``src``, the saved state dictionary, and ``dst``, the module.
+        load_module_only: Whether counters, schedulers and states are left alone.
+        custom_load_fn: Function that loads ``src``, the saved state dictionary, into ``dst``, the module.
     """
 
     load_module_strict: bool = True
@@ -51,16 +51,16 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Saved:
-    """What is known of a checkpoint as DeepSpeed writes it.
+    """The facts of a checkpoint in the files that DeepSpeed writes.
 
     Attributes:
-        name: Its tag.
-        latest: The tag that the file ``latest`` names; None without one.
-        author: Which of our optimizers wrote it; None for anybody else's.
-        stage: ZeRO's.
-        ranks: Data-parallel ranks that wrote it; None at stage 0, whose file any number of ranks can read.
-        stages: Pipeline stages that wrote it, or tensor-parallel ranks.
-        tensor: Ranks that AutoTP had cut every weight over.
+        name: Tag of the checkpoint.
+        latest: Tag that the file ``latest`` names; None if there is no such file.
+        author: Identity of our optimizer that wrote it; None for other optimizers.
+        stage: ZeRO stage.
+        ranks: Number of data-parallel ranks that wrote it; None at stage 0, whose file any number of ranks can read.
+        stages: Number of pipeline stages, or of tensor-parallel ranks, that wrote it.
+        tensor: Number of ranks over which AutoTP had cut every weight.
         partitioned: Whether no rank had whole weights, as at ZeRO-3.
         config: Configuration of the engine that wrote it.
         sub_groups: At ZeRO-3, the first rank's elements of each sub-group: they depend on more than their setting.
@@ -86,16 +86,16 @@ class Saved:
 
 @dataclass(frozen=True)
 class Universal:
-    """What is known of a universal checkpoint.
+    """The facts of a universal checkpoint.
 
     Attributes:
-        name: Name of its folder, for messages.
-        author: As of :class:`Saved`.
-        holds_states: Whether our states lie in it.
-        has_source: Whether the checkpoint it was made of is still there.
-        source: Where that was.
-        partitioned: As of :class:`Saved`.
-        groups: Number of param groups of the states, here or there.
+        name: Name of the folder, for messages.
+        author: Identity of our optimizer that wrote it; None for other optimizers.
+        holds_states: Whether it has our states.
+        has_source: Whether the checkpoint that it was made of still exists.
+        source: Folder of that checkpoint.
+        partitioned: Whether no rank had whole weights, as at ZeRO-3.
+        groups: Number of param groups of the states, in it or in its source.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Universal:
 
 @dataclass(frozen=True)
 class Present:
-    """What is known of the run that loads.
+    """The facts of the run that loads.
 
     Attributes:
         identity: Identity of our optimizer; None for anybody else's.
@@ -126,8 +126,8 @@ class Present:
         groups: Groups of this run's optimizer.
         frozen: The first parameter that is not trained.
         alone: Whether the data-parallel ranks are all ranks.
-        copies: Whether DeepSpeed's wrapper leaves its fp32 copies as they were where weights alone are loaded.
-        order: As of :class:`Saved`, where no wrapper cuts or joins parameters.
+        copies: Whether DeepSpeed's wrapper leaves its fp32 copies as they were if weights alone are loaded.
+        order: Order of parameters where no wrapper cuts or joins them; else None.
     """
 
     identity: str | None
@@ -149,13 +149,13 @@ class Present:
 
     @property
     def is_divided(self) -> bool:
-        """Whether ranks of one data-parallel share have other parameters, or other parts, than this one."""
+        """Whether other ranks have other parameters than this one, or other parts beyond data parallelism."""
         return self.pipeline or self.experts or self.tensor > 1
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be done.
+    """The decision how to load a checkpoint.
 
     Attributes:
         by_name: Whether we load, by name; else DeepSpeed does, by position in the ranks' files.
@@ -175,15 +175,15 @@ class Plan:
 
 
 def decide(saved: Saved | Universal | None, present: Present, wanted: Wanted) -> Plan:
-    """What to do with a checkpoint.
+    """Decide what to do with a checkpoint.
 
     Args:
-        saved: What was found; None where DeepSpeed is to say what it makes of it.
-        present: This run.
+        saved: Facts of the checkpoint; None if DeepSpeed alone loads it or reports that there is none.
+        present: Facts of this run.
         wanted: The arguments of the call.
 
     Raises:
-        CheckpointError: It cannot be continued as asked; with what to do instead.
+        CheckpointError: It cannot be continued as asked; the message says what to do instead.
     """
     if saved is None:
         return Plan(False, wanted)
@@ -221,8 +221,8 @@ def _of_universal(saved: Universal, present: Present, wanted: Wanted) -> Plan:
             "universal checkpoints of pipelines, of AutoTP and of expert layers cannot be loaded with a rankwise "
             "optimizer; continue from the original checkpoint on the same ranks, and remove checkpoint.load_universal."
         )
-    own = wanted.states and saved.author == present.identity
-    with_states = own and (saved.holds_states or saved.has_source)
+    is_own = wanted.states and saved.author == present.identity
+    with_states = is_own and (saved.holds_states or saved.has_source)
     _refuse_unmovable(saved, present, wanted if with_states else replace(wanted, load_optimizer_states=False))
     if with_states and not saved.holds_states:
         return Plan(True, wanted, f"rankwise: {saved.name} holds weights; states are read from {saved.source}.")
@@ -234,7 +234,7 @@ def _moves(saved: Saved, present: Present, wanted: Wanted, fresh: bool) -> bool:
     if fresh:
         return True
     if not wanted.states:
-        # Without optimizer states DeepSpeed takes another tag's weights at ZeRO-3, or none.
+        # Without optimizer states DeepSpeed loads another tag's weights at ZeRO-3, or none.
         return saved.partitioned or present.partitioned
     return _cut(saved) != _cut(present)
 
@@ -254,7 +254,7 @@ def _cut(known: Saved | Present) -> tuple[Any, ...]:
 
 
 def _inherits(saved: Saved, present: Present, wanted: Wanted) -> bool:
-    """Whether another optimizer's moments can be found by name, and all of its weights with them."""
+    """Whether another optimizer's moments can be found by name, and all weights with them."""
     named = saved.moments and saved.order in (None, present.order) and saved.stages == present.stages == 1
     whole = not (saved.partitioned or present.partitioned)
     movable = whole or (present.frozen is None and wanted.custom_load_fn is None)
@@ -263,9 +263,9 @@ def _inherits(saved: Saved, present: Present, wanted: Wanted) -> bool:
 
 
 def _is_for_deepspeed_alone(saved: Saved, present: Present) -> bool:
-    """Whether weights alone are wanted that only DeepSpeed can load, and it will: frozen ones at ZeRO-3, left in place.
+    """Whether only DeepSpeed can load the weights, and will: frozen weights at ZeRO-3 in an unchanged layout.
 
-    It takes the others from full precision through the model's own.
+    It loads trained weights through the model's own in low precision.
     """
     in_place = saved.partitioned and (saved.ranks, saved.stage) == (present.ranks, present.stage)
     return present.frozen is not None and in_place and saved.latest == saved.name
@@ -275,7 +275,7 @@ def _is_for_deepspeed_alone(saved: Saved, present: Present) -> bool:
 
 
 def _refuse_other_shards(saved: Saved, present: Present) -> None:
-    """Refuse weights that are cut otherwise: DeepSpeed would join the files of its ranks by Megatron's names."""
+    """Refuse weights that are cut over other ranks: DeepSpeed would join files by Megatron's names."""
     if saved.tensor != present.tensor:
         raise CheckpointError(
             f"{saved.name} was written with tensor_parallel.autotp_size {saved.tensor}, this run has {present.tensor}: "
@@ -285,7 +285,7 @@ def _refuse_other_shards(saved: Saved, present: Present) -> None:
 
 
 def _refuse_other_stages(saved: Saved, present: Present, moved: bool) -> None:
-    """Refuse to move between pipelines: the states of the other stages' layers are in other files."""
+    """Refuse to move between pipelines, because other files have the states of the other stages' layers."""
     if moved and present.tensor > 1:
         raise CheckpointError(
             f"{saved.name} was written at ZeRO stage {saved.stage} with {saved.ranks or 'any number of'} data-parallel "
@@ -302,7 +302,7 @@ def _refuse_other_stages(saved: Saved, present: Present, moved: bool) -> None:
 
 
 def _refuse_moved_experts(saved: Saved, present: Present) -> None:
-    """Refuse to move experts: ranks hold different ones under the same name."""
+    """Refuse to move experts, because ranks hold different ones under one name."""
     if present.experts:
         raise CheckpointError(
             f"{saved.name} was written at ZeRO stage {saved.stage} on {saved.ranks or 'any number of'} "
@@ -312,7 +312,7 @@ def _refuse_moved_experts(saved: Saved, present: Present) -> None:
 
 
 def _refuse_unmovable(saved: Saved | Universal, present: Present, wanted: Wanted) -> None:
-    """Refuse what cannot be loaded by name: where no rank has whole weights, and other param groups."""
+    """Refuse what cannot be loaded by name: frozen or custom weights that no rank has whole, and other param groups."""
     at_three = saved.partitioned or present.partitioned
     if present.frozen is not None and at_three:
         raise CheckpointError(
@@ -332,7 +332,7 @@ def _refuse_unmovable(saved: Saved | Universal, present: Present, wanted: Wanted
 
 
 def _refuse_wrong_weights(saved: Saved, present: Present) -> None:
-    """Refuse what DeepSpeed cannot load without optimizer states: other stages' weights, and at ZeRO-3 other tags."""
+    """Refuse what DeepSpeed cannot load without optimizer states: weights of other stages, other tags at ZeRO-3."""
     if saved.partitioned != present.partitioned:
         raise CheckpointError(
             f"{saved.name}: changing the optimizer and moving to or from ZeRO-3 at once is not supported; move "

@@ -1,4 +1,4 @@
-"""``load_checkpoint`` from top to bottom: what is known of the run and of the checkpoint, what to do, and doing it.
+"""``load_checkpoint`` collects facts of the run and of the checkpoint, decides what to do, and does it.
 
 DeepSpeed itself loads a checkpoint of the same layout, ours included; :mod:`deepspeed_plugin.checkpoints.by_name` all
 others.
@@ -35,34 +35,34 @@ _Original = Callable[..., tuple[str | None, Any]]
 def load_checkpoint(
     original: _Original, engine: DeepSpeedEngine, load_dir: str, tag: str | None = None, **options: Any
 ) -> tuple[str | None, Any]:
-    """DeepSpeed's ``load_checkpoint``, which also continues on another world size, stage or optimizer.
+    """Run DeepSpeed's ``load_checkpoint``, or continue on another world size, stage or optimizer.
 
     Args:
         original: DeepSpeed's method.
         engine: The engine that loads.
-        load_dir: As for DeepSpeed, like the following.
-        tag: Which checkpoint; the latest by default.
-        options: See :class:`deepspeed_plugin.checkpoints.load_plan.Wanted`.
+        load_dir: DeepSpeed's argument: folder of the checkpoints.
+        tag: DeepSpeed's argument: name of the checkpoint, or None for the latest.
+        options: Further arguments, those of :class:`deepspeed_plugin.checkpoints.load_plan.Wanted`.
 
     Raises:
-        CheckpointError: A move that is not supported, with what to do instead, or a damaged checkpoint.
+        CheckpointError: The checkpoint is damaged, or a move is not supported; the message says what to do instead.
     """
     wanted, present = Wanted(**options), _present_of(engine)
 
     def judged() -> tuple[Checkpoint | None, Plan]:
-        found = _find(engine, load_dir, tag, wanted.states, present)
-        plan = decide(None if found is None else found.known(wanted.states), present, wanted)
-        if plan.judge and isinstance(found, SavedCheckpoint):
-            own = dist.get_rank(engine.seq_data_parallel_group)
-            engine.basic_optimizer.saved.fit.refuse_foreign(found.optimizer(own)[0])
-        return found, plan
+        checkpoint = _find(engine, load_dir, tag, wanted.states, present)
+        plan = decide(None if checkpoint is None else checkpoint.known(wanted.states), present, wanted)
+        if plan.judge and isinstance(checkpoint, SavedCheckpoint):
+            rank = dist.get_rank(engine.seq_data_parallel_group)
+            engine.basic_optimizer.saved.fit.refuse_foreign(checkpoint.optimizer(rank)[0])
+        return checkpoint, plan
 
     # With an optimizer of ours the ranks agree before anything changes.
-    found, plan = judged() if present.identity is None else read_together(judged)
+    checkpoint, plan = judged() if present.identity is None else read_together(judged)
     if plan.note is not None:
         print_on_first_rank(plan.note)
-    if found is not None and plan.by_name:
-        return load_by_name(engine, found, plan)
+    if checkpoint is not None and plan.by_name:
+        return load_by_name(engine, checkpoint, plan)
     return _load_by_deepspeed(original, engine, load_dir, tag, plan)
 
 
@@ -96,11 +96,11 @@ def _present_of(engine: DeepSpeedEngine) -> Present:
 
 
 def _sub_groups_of(engine: DeepSpeedEngine) -> tuple[int, ...]:
-    """Elements of the first rank's sub-groups, on every rank: of uneven tensor-parallel shards others have others."""
-    found = [tuple(getattr(engine.optimizer, "fp16_partitioned_groups_flat_numel", ()))]
-    if found[0]:
-        dist.broadcast_object_list(found, src=0)
-    return found[0]
+    """Return the first rank's elements of sub-groups on all ranks, as uneven tensor-parallel shards differ."""
+    sizes = [tuple(getattr(engine.optimizer, "fp16_partitioned_groups_flat_numel", ()))]
+    if sizes[0]:
+        dist.broadcast_object_list(sizes, src=0)
+    return sizes[0]
 
 
 def _order_of(engine: DeepSpeedEngine) -> Order | None:
@@ -113,10 +113,11 @@ def _order_of(engine: DeepSpeedEngine) -> Order | None:
 
 
 def _find(engine: DeepSpeedEngine, load_dir: str, tag: str | None, states: bool, present: Present) -> Checkpoint | None:
-    """The checkpoint, complete if its ``states`` are wanted; None where DeepSpeed is to say what it makes of it.
+    """Return the checkpoint, complete if its ``states`` are wanted; None if DeepSpeed handles and reports it alone.
 
     Raises:
-        CheckpointError: Where the optimizer is ours: there is none, or what this rank looks at of it is damaged.
+        CheckpointError: States are wanted of an incomplete checkpoint; or the optimizer is ours, and there is no
+            checkpoint, or a file that this rank reads is damaged.
     """
     if engine.load_universal_checkpoint():
         if present.identity is None:
@@ -144,22 +145,22 @@ def _find(engine: DeepSpeedEngine, load_dir: str, tag: str | None, states: bool,
 
 
 def _require_intact(files: Sequence[Path]) -> None:
-    """All of them before anything changes, each by one rank."""
+    """Check all files before anything changes, each on one rank."""
     for path in files[dist.get_rank() :: dist.get_world_size()]:
         require_intact(path)
 
 
 def _refuse_absent(load_dir: Path, tag: str | None) -> None:
-    """Refuse a name without a checkpoint; a folder in which nothing was ever saved is DeepSpeed's to report."""
+    """Refuse a name without a checkpoint; DeepSpeed reports a folder in which nothing was ever saved."""
     name = tag_in(load_dir) if tag is None else str(tag)
     if name is None:
         return
-    found = sorted(path.parent.name for path in load_dir.glob("*/mp_rank_00_model_states.pt"))
-    found += [path.parent.name for path in load_dir.glob("*/zero_pp_rank_0_mp_rank_00_model_states.pt")]
+    tags = sorted(path.parent.name for path in load_dir.glob("*/mp_rank_00_model_states.pt"))
+    tags += [path.parent.name for path in load_dir.glob("*/zero_pp_rank_0_mp_rank_00_model_states.pt")]
     where = f"tag={name!r}" if tag is not None else f"{load_dir / 'latest'} names {name!r}, which"
     if not name:
         where = f"{load_dir / 'latest'} is empty, which"
-    held = f"it holds {', '.join(found[-5:])}" if found else "it holds no checkpoint"
+    held = f"it holds {', '.join(tags[-5:])}" if tags else "it holds no checkpoint"
     raise CheckpointError(
         f"{where} is invalid: it must be a checkpoint's folder in {load_dir} ({held}); pass the tag of one, or write "
         "it into 'latest'."
@@ -177,8 +178,8 @@ def _load_by_deepspeed(
     if isinstance(engine.basic_optimizer, ShardedOptimizer) and not plan.wanted.states:
         for state in engine.basic_optimizer.state.values():
             if REMAINDER in state:
-                state[REMAINDER].zero_()  # of the weights that were replaced
+                state[REMAINDER].zero_()  # it belongs to the weights that were replaced
     if plan.refresh:
-        # DeepSpeed copies the loaded weights to this wrapper's fp32 masters only when nothing else is loaded.
+        # DeepSpeed copies the loaded weights to this wrapper's fp32 masters only if nothing else is loaded.
         engine.optimizer.refresh_fp32_params()
     return path, client_state if path is None else without_record(client_state)

@@ -1,6 +1,6 @@
-"""Reading files of checkpoints: without running what they say, as far as DeepSpeed's format allows it, and whole.
+"""Files of checkpoints are read whole, and without running code in them as far as DeepSpeed's format allows it.
 
-torch stores a CRC-32 beside every tensor, and compares none when it reads.
+torch stores a CRC-32 beside every tensor, but compares none when it reads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["load_file", "read", "read_together", "require_intact"]
 
 logger = logging.getLogger(__name__)
 
-# What DeepSpeed's own files hold besides tensors and plain data.
+# DeepSpeed's own files hold objects of these classes besides tensors and plain data.
 _OF_DEEPSPEED = (ZeroStageEnum, fragment_address, LossScaler, DynamicLossScaler)
 _CHUNK = 1 << 22
 _Place = tuple[str | int, ...]
@@ -53,10 +53,10 @@ def read_together(work: Callable[[], _T]) -> _T:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Content of one of DeepSpeed's files.
+    """Return the content of one of DeepSpeed's files.
 
     Raises:
-        CheckpointError: It is missing, cut off or otherwise damaged.
+        CheckpointError: The file is missing, cut off or otherwise damaged.
     """
     try:
         content: dict[str, Any] = load_file(path)
@@ -69,16 +69,16 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def load_file(path: Path) -> Any:
-    """What ``torch.save`` has written to ``path``, on the CPU.
+    """Return what ``torch.save`` has written to ``path``, on the CPU.
 
     Files with tensors, plain data and DeepSpeed's own classes are read with ``weights_only=True``. DeepSpeed lets users
-    put any object into a checkpoint, and reads it with ``weights_only=False``; such files are read so here too, and the
-    classes are named once.
+    put any object into a checkpoint, and reads it with ``weights_only=False``; such files are read so here, too, and a
+    warning names the classes once.
 
     Raises:
-        Exception: As :func:`torch.load`, for files that are missing, cut off or damaged.
+        Exception: :func:`torch.load` fails, because the file is missing, cut off or damaged.
     """
-    # Mapped, so that a rank reads only the bytes it needs; files in the old format cannot be.
+    # The file is mapped, so that a rank reads only the bytes that it needs; files in the old format cannot be.
     mapped = zipfile.is_zipfile(path)
     try:
         with safe_globals(list(_OF_DEEPSPEED)):
@@ -115,7 +115,7 @@ def require_intact(path: Path) -> None:
         path: One of the files of a checkpoint.
 
     Raises:
-        CheckpointError: Names the file and the tensors in it that are not what was written.
+        CheckpointError: Tensors are not what was written; the message names the file and the tensors.
     """
     if not zipfile.is_zipfile(path):
         return
@@ -137,24 +137,24 @@ def _is_intact(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> bool:
     try:
         with archive.open(record) as stream:
             while stream.read(_CHUNK):
-                pass  # the reader compares at the end
+                pass  # the reader compares checksums at the end
     except zipfile.BadZipFile:
         return False
     return True
 
 
 def _named(path: Path, stored: set[int]) -> list[str]:
-    """The tensors of a file whose bytes have none of the stored checksums, with the parameters they hold."""
+    """Return the tensors of a file whose bytes have none of the stored checksums, with the parameters in them."""
     content = read(path)
     names = _names_by_position(content)
-    found = []
+    damaged = []
     for place, tensor in _tensors(content, ()):
         storage = tensor.untyped_storage()
         if zlib.crc32(bytes(storage)) not in stored:
             at = next((part for part in reversed(place) if isinstance(part, int)), None)
             held = names.get(at, "") if at is not None and "matrix_states" not in place else ""
-            found.append(".".join(map(str, place)) + held)
-    return found
+            damaged.append(".".join(map(str, place)) + held)
+    return damaged
 
 
 def _tensors(content: Any, place: _Place) -> Iterator[tuple[_Place, Tensor]]:
@@ -169,14 +169,14 @@ def _tensors(content: Any, place: _Place) -> Iterator[tuple[_Place, Tensor]]:
 
 
 def _names_by_position(content: Any) -> dict[int, str]:
-    """By the index of a flat tensor: the parameters in it, as our record of the layout has them."""
+    """Return, for each flat tensor, a text with the parameters in it, from our record of the layout."""
     layout = _find(content, "layout")
-    found = {}
+    names = {}
     for index, record in enumerate(layout if isinstance(layout, Sequence) else ()):
         keys = list(dict.fromkeys(run[0] for run in record.get("runs", ())))
         if keys:
-            found[index] = f" (of {keys[0]})" if len(keys) == 1 else f" (of {keys[0]} … {keys[-1]})"
-    return found
+            names[index] = f" (of {keys[0]})" if len(keys) == 1 else f" (of {keys[0]} … {keys[-1]})"
+    return names
 
 
 def _find(content: Any, key: str) -> Any:
@@ -184,4 +184,4 @@ def _find(content: Any, key: str) -> Any:
         return None
     if key in content:
         return content[key]
-    return next((found for value in content.values() if (found := _find(value, key)) is not None), None)
+    return next((value_below for value in content.values() if (value_below := _find(value, key)) is not None), None)

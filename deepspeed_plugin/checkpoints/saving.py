@@ -1,6 +1,6 @@
-"""Checkpoints that are named only when every rank has written its files.
+"""A checkpoint is named only when every rank has written its files.
 
-Files are written beside those they replace: a save that fails leaves the former checkpoint of its tag as it was.
+Files are written beside those that they replace, so that a save that fails leaves the tag's former checkpoint intact.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def save_checkpoint(
     client_state: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> bool:
-    """DeepSpeed's ``save_checkpoint``, with ``latest`` written only when every rank's files are complete.
+    """Run DeepSpeed's ``save_checkpoint``, and write ``latest`` only when every rank's files are complete.
 
     DeepSpeed's rank 0 names the new checkpoint before the other ranks have finished theirs: a rank that dies in between
     leaves ``latest`` pointing at a checkpoint that cannot be loaded.
@@ -47,19 +47,19 @@ def save_checkpoint(
     Args:
         original: DeepSpeed's method, which ends in a barrier.
         engine: The engine that saves.
-        save_dir: As for DeepSpeed, like the following.
+        save_dir: Folder of the checkpoints.
         tag: Name of the checkpoint.
-        save_latest: Whether ``latest`` is to name it.
-        client_state: The user's own.
-        options: Passed on.
+        save_latest: Whether ``latest`` will name it.
+        client_state: State of the user.
+        options: Further arguments of DeepSpeed's method.
     """
     optimizer, client_state = engine.basic_optimizer, dict(client_state or {})
-    # DeepSpeed says what is wrong with a folder that is none.
+    # DeepSpeed reports what is wrong with a folder that is no path.
     if not isinstance(optimizer, ShardedOptimizer) or not (isinstance(save_dir, str | Path) and str(save_dir)):
         return original(engine, save_dir, tag=tag, client_state=client_state, save_latest=save_latest, **options)
     layout = optimizer.planner.source
     assert isinstance(layout, DeepSpeedLayout)
-    # What lies where is part of the checkpoint, whether or not a step has been taken since the start or the last load.
+    # The layout is part of the checkpoint, whether or not a step was taken since the start or the last load.
     optimizer.plan_ahead(layout.units())
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
     client_state.update(_note(engine, optimizer, Path(save_dir) / name, client_state))
@@ -74,7 +74,7 @@ def save_checkpoint(
 
 
 def _put_in_place(save_dir: Path, name: str, replacement: _Replacement, named: bool) -> None:
-    """Give the files and the checkpoint their names; where a disk is full all ranks hear of it, and nothing changes."""
+    """Give the files and the checkpoint their names; if a disk is full, all ranks raise, and nothing changes."""
     scratch = save_dir / ".latest"
 
     def settle() -> None:
@@ -101,11 +101,11 @@ def _put_in_place(save_dir: Path, name: str, replacement: _Replacement, named: b
 def _note(
     engine: DeepSpeedEngine, optimizer: ShardedOptimizer, folder: Path, client_state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Who wrote a checkpoint, which save it was, and where; and what DeepSpeed's converter insists on."""
+    """Return a record of the optimizer, the save and its folder, with keys that DeepSpeed's converter needs."""
     save: list[Any] = [uuid.uuid4().hex]
     dist.broadcast_object_list(save, src=0)
     needed = UNIVERSAL_CHECKPOINT_INFO not in client_state and not hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO)
-    needed = needed and not engine.has_moe_layers  # there the key is DeepSpeed's own
+    needed = needed and not engine.has_moe_layers  # with experts DeepSpeed writes the key itself
     version = {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}
     record = {"identity": optimizer.identity, "save": save[0], "folder": str(folder.resolve()), "added_info": needed}
     return {RECORD: record, **({UNIVERSAL_CHECKPOINT_INFO: version} if needed else {})}
@@ -115,13 +115,13 @@ class _Replacement:
     """This rank's files of one save.
 
     Args:
-        writer: The engine's.
+        writer: The engine's writer of checkpoints.
         folder: Folder of the tag.
     """
 
     def __init__(self, writer: CheckpointEngine, folder: Path) -> None:
         self._writer, self._folder = writer, folder
-        # Other writers write when they like, or somewhere else.
+        # Other writers may write later, or to another place.
         self._aside = isinstance(writer, TorchCheckpointEngine)
         self._files: list[Path] = []
         self._failures: list[Exception] = []
@@ -129,7 +129,7 @@ class _Replacement:
 
     @contextmanager
     def writing(self, engine: DeepSpeedEngine) -> Iterator[None]:
-        """Let an engine write aside; what fails is kept for :meth:`settle`: DeepSpeed saves end in a barrier."""
+        """Let an engine write aside, and keep errors for :meth:`settle`, because DeepSpeed's saves end in a barrier."""
         write = self._writer.save
 
         def save(state_dict: Any, path: str) -> Any:
@@ -145,40 +145,40 @@ class _Replacement:
             yield
 
     def settle(self) -> None:
-        """Say what could not be written.
+        """Raise if something could not be written.
 
         Raises:
-            CheckpointError: Names the folder and the reason.
+            CheckpointError: A file could not be written; the message names the folder and the reason.
         """
         if self._failures:
             raise self._unwritable(self._folder, self._failures[0]) from self._failures[0]
 
     def attempt(self, path: Path, work: Callable[[], object]) -> None:
-        """Write a file beside them, with the same error."""
+        """Write another file, and raise :class:`CheckpointError` if that fails."""
         try:
             work()
         except OSError as error:
             raise self._unwritable(path, error) from error
 
     def announce(self) -> None:
-        """Mark the folder if files in it are about to be replaced, when all ranks have written theirs."""
+        """Mark the folder if files in it are about to be replaced; called when all ranks have written their files."""
         mark = self._folder / REPLACING
-        # One of an earlier save stays until all files are of one save again.
+        # A mark of an earlier save stays until all files come from one save again.
         if any(path.exists() for path in self._files) and not mark.exists():
             self._marked = True
             self.attempt(mark, mark.touch)
 
     def commit(self) -> None:
-        """Give the files their names, when all ranks have announced it."""
+        """Give the files their names; called when all ranks have announced it."""
         for path in self._files:
             _beside(path).replace(path)
 
     def finish(self) -> None:
-        """Remove the mark, when all ranks have done so."""
+        """Remove the mark; called when all ranks have given their files their names."""
         (self._folder / REPLACING).unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Leave nothing of a save that failed before it was announced."""
+        """Remove the files of a save that failed before it was announced."""
         for path in self._files:
             _beside(path).unlink(missing_ok=True)
         if self._marked:
@@ -193,13 +193,13 @@ class _Replacement:
 
     @contextmanager
     def _held(self, owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
-        """Put a call in the place of an object's own, whose failures are kept."""
-        own = vars(owner).get(name)
+        """Replace an object's method by a call whose errors are kept."""
+        original = vars(owner).get(name)
 
         def held(*args: Any, **options: Any) -> Any:
             try:
                 return call(*args, **options)
-            except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
+            except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
                 self._failures.append(error)
                 return None
 
@@ -207,10 +207,10 @@ class _Replacement:
         try:
             yield
         finally:
-            if own is None:
+            if original is None:
                 delattr(owner, name)
             else:
-                setattr(owner, name, own)
+                setattr(owner, name, original)
 
 
 def _beside(path: Path) -> Path:

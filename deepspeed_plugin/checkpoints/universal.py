@@ -1,8 +1,8 @@
-"""DeepSpeed's universal checkpoints: a folder per parameter, for any number of ranks and any stage.
+"""DeepSpeed's universal checkpoints have a folder per parameter, for any number of ranks and any stage.
 
-Ours lie beside DeepSpeed's files, by name, in a folder ``rankwise`` that
-:func:`deepspeed_plugin.checkpoints.converting.convert` adds; where DeepSpeed's converter ran alone, they are read from
-the checkpoint it was made of.
+Our states lie beside DeepSpeed's files, by name, in a folder ``rankwise`` that
+:func:`deepspeed_plugin.checkpoints.converting.convert` adds. If DeepSpeed's converter ran alone, they are read from the
+checkpoint that was converted.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from rankwise.updates.remainders import split
 __all__ = ["COMMON", "FOLDER", "PARAMETERS", "UniversalCheckpoint", "UniversalWeights"]
 
 FOLDER, COMMON = "rankwise", "common.pt"
-"""Where our states lie in a universal checkpoint, and the file there with what does not depend on the layout."""
+"""Folder of our states in a universal checkpoint, and the file in it with what does not depend on the layout."""
 PARAMETERS = "parameters"
-"""Key in that file of the shapes of each param group's parameters."""
+"""Key of the file :data:`COMMON` with the shapes of each param group's parameters."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class UniversalCheckpoint(CheckpointFolder):
     """A universal checkpoint, whoever wrote it.
 
     Attributes:
-        states: Our states in it, if they are wanted and of this optimizer.
-        source: The checkpoint it was made of, if they are, and are not here but there.
+        states: Our states in it, if they are wanted and belong to this optimizer.
+        source: The checkpoint that was converted, if it alone has these states.
     """
 
     states: NamedStates | None = None
@@ -48,36 +48,36 @@ class UniversalCheckpoint(CheckpointFolder):
 
     @classmethod
     def of_anybody(cls, load_dir: str | Path, tag: str | None) -> UniversalCheckpoint | None:
-        """The checkpoint of a tag, or of the latest one, for DeepSpeed to load; None if there is none."""
+        """Return the checkpoint of a tag, or of the latest one, for DeepSpeed to load; None if there is none."""
         tag = tag_in(load_dir, "latest_universal") if tag is None else str(tag)
         model_file = None if tag is None else newest_model_file(Path(load_dir) / tag)
         return None if model_file is None else cls(model_file.parent, model_file)
 
     @classmethod
     def find(cls, load_dir: str | Path, tag: str | None, states: bool, identity: str | None) -> UniversalCheckpoint:
-        """The checkpoint of a tag, or of the latest one, and where the states of our optimizer are.
+        """Return the checkpoint of a tag, or of the latest one, with the states of our optimizer.
 
         Raises:
-            CheckpointError: There is none, or it is damaged.
+            CheckpointError: There is no checkpoint, or it is damaged.
         """
-        found = cls.of_anybody(load_dir, tag)
+        checkpoint = cls.of_anybody(load_dir, tag)
         if tag is None and tag_in(load_dir, "latest_universal") is None:
             raise CheckpointError(
                 f"checkpoint.load_universal is set, but {load_dir} has no 'latest_universal'; convert a checkpoint "
                 "with 'rankwise universal', name a tag, or remove the setting: checkpoints of rankwise optimizers "
                 "move to other ranks and stages without it."
             )
-        if found is None or not (found.folder / "zero" / "optimizer_state.pt").is_file():
+        if checkpoint is None or not (checkpoint.folder / "zero" / "optimizer_state.pt").is_file():
             folder = Path(load_dir) / str(tag_in(load_dir, "latest_universal") if tag is None else tag)
             raise CheckpointError(
                 f"{folder} is not a universal checkpoint, which checkpoint.load_universal asks for; convert it with "
                 "'rankwise universal', or remove the setting."
             )
-        if not states or found.record.get("identity") != identity:
-            return found
-        own = _own_states(found.folder, found.record)
-        source = _source(found.folder, found.record) if own is None else None
-        return cls(found.folder, found.model_file, own, source)
+        if not states or checkpoint.record.get("identity") != identity:
+            return checkpoint
+        own_states = _own_states(checkpoint.folder, checkpoint.record)
+        source = _source(checkpoint.folder, checkpoint.record) if own_states is None else None
+        return cls(checkpoint.folder, checkpoint.model_file, own_states, source)
 
     @property
     def named(self) -> NamedStates:
@@ -90,7 +90,7 @@ class UniversalCheckpoint(CheckpointFolder):
         return [*sorted((self.folder / "zero").rglob("fp32.pt")), self._scaler_file, self.model_file]
 
     def known(self, states: bool) -> Universal:
-        """As :meth:`deepspeed_plugin.checkpoints.files.SavedCheckpoint.known`."""
+        """Return the facts by which :func:`deepspeed_plugin.checkpoints.load_plan.decide` decides."""
         held = self.states or self.source
         common = held.common if held is not None and held.common is not None else {}
         return Universal(
@@ -104,7 +104,7 @@ class UniversalCheckpoint(CheckpointFolder):
         )
 
     def scaler_state(self) -> Mapping[str, Any]:
-        """As :meth:`deepspeed_plugin.checkpoints.files.SavedCheckpoint.scaler_state`."""
+        """Return what ZeRO's wrapper saved of a loss scale."""
         return read(self._scaler_file)
 
     @property
@@ -113,7 +113,7 @@ class UniversalCheckpoint(CheckpointFolder):
 
 
 def _own_states(folder: Path, record: Mapping[str, Any]) -> NamedStates | None:
-    """What ``convert`` added, unless it is of an earlier conversion into the same folder."""
+    """Return the states that ``convert`` added, unless an earlier conversion into this folder has left them."""
     path = folder / FOLDER / COMMON
     common = read(path) if path.is_file() else None
     return (
@@ -124,7 +124,7 @@ def _own_states(folder: Path, record: Mapping[str, Any]) -> NamedStates | None:
 
 
 def _source(folder: Path, record: Mapping[str, Any]) -> SavedCheckpoint | None:
-    """The checkpoint that was converted, where it was saved or beside the universal one, if it is still the same."""
+    """Return the checkpoint that was converted, from its folder or beside the universal one, if nothing replaced it."""
     written = Path(record["folder"])
     for candidate in (folder.parent / written.name, written):
         if candidate.is_dir():
@@ -135,7 +135,7 @@ def _source(folder: Path, record: Mapping[str, Any]) -> SavedCheckpoint | None:
 
 
 class UniversalWeights(NamedVectors):
-    """Weights in full precision, which a universal checkpoint has in a file for each parameter."""
+    """Weights in full precision, of which a universal checkpoint has a file for each parameter."""
 
     def __init__(self, found: UniversalCheckpoint) -> None:
         self._folder, self._module = found.folder, found.content["module"]
@@ -157,10 +157,10 @@ class UniversalWeights(NamedVectors):
         return sum(1 for _ in self)
 
     def load(self, wanted: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
-        """As :func:`rankwise.layout.chunked_vectors.load_vectors`.
+        """Load vectors as :func:`rankwise.layout.chunked_vectors.load_vectors` does.
 
         Raises:
-            CheckpointError: On every rank alike: a file is damaged, or is not of the model's weight.
+            CheckpointError: On every rank: a file is damaged, or does not have the model's weight.
         """
 
         def read_weights() -> None:
@@ -173,7 +173,7 @@ class UniversalWeights(NamedVectors):
         together(read_weights, group)
 
     def _place(self, name: str) -> tuple[Path, int | None]:
-        """The file of a weight; of a matrix of a stack, whose file has all of it, also which one it is."""
+        """Return the file of a weight; for a matrix of a stack, the stack's file and the matrix's place in it."""
         key = name.removeprefix("weight/")
         path, stacked = self._folder / "zero" / key / "fp32.pt", STACKED.fullmatch(key)
         if stacked is None or path.is_file():
@@ -190,7 +190,7 @@ class UniversalWeights(NamedVectors):
         path, _ = self._place(name)
         rounded = self._module.get(path.parent.relative_to(self._folder / "zero").as_posix())
         if rounded is None or not rounded.numel():
-            return  # ZeRO-3's placeholder
+            return  # the model file has ZeRO-3's placeholder
         if not _rounds_to(_content(path), rounded):
             # DeepSpeed 0.19's converter mixes up parameters that round_robin_gradients had reordered.
             raise CheckpointError(
@@ -207,13 +207,13 @@ def _content(path: Path) -> Tensor:
 
 
 def _rounds_to(weight: Tensor, rounded: Tensor) -> bool:
-    """Whether these are the weight's values in another type; in the middle of two, what is split goes to the larger."""
+    """Whether ``rounded`` has the weight's values in another type; halves may be rounded as in split weights."""
     weight, rounded = weight.reshape(-1), rounded.reshape(-1)
     if weight.shape != rounded.shape:
         return False
-    found = weight.to(rounded.dtype) == rounded
+    matches = weight.to(rounded.dtype) == rounded
     if rounded.dtype is NARROW:
         halves = torch.empty_like(rounded)
         split(weight.float(), halves, torch.empty_like(rounded, dtype=torch.int16))
-        found |= halves == rounded
-    return bool(found.all())
+        matches |= halves == rounded
+    return bool(matches.all())

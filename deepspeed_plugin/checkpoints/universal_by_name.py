@@ -1,4 +1,4 @@
-"""Universal checkpoints by the names of parameters, for other frameworks: read and written by one process."""
+"""One process reads and writes universal checkpoints here by the names of parameters, for other frameworks."""
 
 from __future__ import annotations
 
@@ -46,48 +46,48 @@ def is_universal(folder: Path) -> bool:
 
 
 def read_universal(folder: Path, scratch: Path) -> NamedCheckpoint:
-    """What a universal checkpoint holds that ``rankwise universal`` made, or a conversion.
+    """Return what a universal checkpoint holds that ``rankwise universal`` or a conversion made.
 
     Args:
-        folder: The checkpoint.
-        scratch: Where its tensors may lie.
+        folder: Folder of the checkpoint.
+        scratch: Folder for temporary files with its tensors.
 
     Raises:
         ConversionError: None of our optimizers wrote it, or its states are not in it.
         CheckpointError: A file is missing or damaged, with our states or others.
     """
-    found = UniversalCheckpoint.of_anybody(folder.parent, folder.name)
-    if found is None:
+    universal = UniversalCheckpoint.of_anybody(folder.parent, folder.name)
+    if universal is None:
         raise ConversionError(f"{folder} lacks the model file of a universal checkpoint: it was not written to the end")
-    require_intact(found.model_file)
-    identity = found.record.get("identity")
+    require_intact(universal.model_file)
+    identity = universal.record.get("identity")
     if identity is None:
         raise of_another(folder)
-    found = UniversalCheckpoint.find(folder.parent, folder.name, True, identity)
-    common = None if found.states is None else found.states.common
-    if found.states is None or common is None or PARAMETERS not in common:
+    universal = UniversalCheckpoint.find(folder.parent, folder.name, True, identity)
+    common = None if universal.states is None else universal.states.common
+    if universal.states is None or common is None or PARAMETERS not in common:
         raise ConversionError(
             f"{folder} does not have the states of {identity} by name: convert the original checkpoint again with "
             "'rankwise universal'"
         )
-    vectors = mapped_tensors(folder / FOLDER, found.states.vectors, scratch)
+    vectors = mapped_tensors(folder / FOLDER, universal.states.vectors, scratch)
     parameters: dict[str, NamedParameter] = {}
     groups = []
     for index, (settings, shapes) in enumerate(zip(common["param_groups"], common[PARAMETERS], strict=True)):
         step = float(vectors.get(f"step/{index}", 0.0))
-        own = dict(_parameters(vectors, shapes, step, scratch))
-        parameters |= own
-        groups.append(NamedGroup({key: value for key, value in settings.items() if key != "params"}, list(own)))
+        members = dict(_parameters(vectors, shapes, step, scratch))
+        parameters |= members
+        groups.append(NamedGroup({key: value for key, value in settings.items() if key != "params"}, list(members)))
     trained = set(parameters)
-    module = {name: value for name, value in found.content["module"].items() if _is_kept(name, value, trained)}
-    tied = found.content.get("shared_params") or {}
+    module = {name: value for name, value in universal.content["module"].items() if _is_kept(name, value, trained)}
+    tied = universal.content.get("shared_params") or {}
     module |= {name: parameters[first].weight for name, first in tied.items() if first in parameters}
     extra = {key: value for key, value in common.items() if key not in _OURS}
     return NamedCheckpoint(identity, parameters, of_matrices(vectors), groups, extra, module)
 
 
 def _is_kept(name: str, value: Any, trained: set[str]) -> bool:
-    # Without elements it stands for a weight that ZeRO-3 has cut.
+    # A tensor without elements stands for a weight that ZeRO-3 has cut.
     return name not in trained and (not isinstance(value, Tensor) or value.numel() > 0)
 
 
@@ -96,11 +96,11 @@ def _parameters(
 ) -> Iterator[tuple[str, NamedParameter]]:
     kinds: dict[str, dict[str, Tensor]] = {}
     for path, value in vectors.items():
-        kind, _, rest = path.partition("/")
-        state, _, key = rest.partition("/") if kind == "element" else ("", "", rest)
+        kind, _, below = path.partition("/")
+        state, _, key = below.partition("/") if kind == "element" else ("", "", below)
         if kind in ("weight", "element") and key in shapes:
             kinds.setdefault(state, {})[key] = value.view(shapes[key])
-    # A conversion has stacks whole, too.
+    # A conversion also has whole stacks.
     whole = {state: joined_stacks(values, (), scratch) for state, values in kinds.items()}
     for name in dict.fromkeys(STACKED.sub(r"\1", key) for key in shapes):
         if name not in whole.get("", {}):
@@ -113,8 +113,8 @@ def write_universal(named: NamedCheckpoint, folder: Path) -> None:
     """Write a universal checkpoint, to be loaded at any stage on any ranks.
 
     Args:
-        named: What it is to hold.
-        folder: New and empty.
+        named: Content of the checkpoint.
+        folder: New, empty folder.
 
     Raises:
         ConversionError: The parameters of a group have several counts.
@@ -123,13 +123,13 @@ def write_universal(named: NamedCheckpoint, folder: Path) -> None:
     vectors: dict[str, Tensor] = {}
     for index, group in enumerate(named.groups):
         members = {name: named.parameters[name] for name in group.members}
-        wide = [name for name, own in members.items() if own.weight.dtype == torch.float64]
+        wide = [name for name, parameter in members.items() if parameter.weight.dtype == torch.float64]
         if wide:
             raise ConversionError(f"{wide[0]!r} is float64: DeepSpeed keeps float32, so it must be converted before")
         step = named.one_step(members, "a param group of DeepSpeed")
         vectors[f"step/{index}"] = torch.tensor(step, dtype=torch.float32, device="cpu")
-        for name, own in members.items():
-            vectors |= _vectors(name, own)
+        for name, parameter in members.items():
+            vectors |= _vectors(name, parameter)
     for key, state in named.matrices.items():
         vectors |= {f"matrix/{key}/{name}": value for name, value in state.items()}
     save_vectors(vectors, folder / FOLDER, None)
@@ -138,24 +138,24 @@ def write_universal(named: NamedCheckpoint, folder: Path) -> None:
     groups = [{**group.settings, "params": [index]} for index, group in enumerate(named.groups)]
     common = {**named.extra, "param_groups": groups, "rankwise": named.identity, "save": save, PARAMETERS: shapes}
     torch.save(common, folder / FOLDER / COMMON)
-    for name, own in named.parameters.items():
-        _write_for_others(own.weight, folder / "zero" / name)
+    for name, parameter in named.parameters.items():
+        _write_for_others(parameter.weight, folder / "zero" / name)
     _write_common(named, folder, save)
 
 
 def _vectors(name: str, own: NamedParameter) -> Iterator[tuple[str, Tensor]]:
-    """What a parameter is stored as: its weight in full precision, and its states."""
+    """Yield what is stored of a parameter: its weight in full precision, and its states."""
     values = {f"weight/{name}": own.weight.float()}
     values |= {f"element/{state}/{name}": value for state, value in own.states.items()}
     for path, value in values.items():
         yield path, value.reshape(-1)
         if value.dim() == 3:
-            # A rule of matrices asks for a stack by its matrices and another one for all of it: the model decides.
+            # One rule asks for a stack's matrices, another for the whole stack; which it is, depends on the model.
             yield from ((f"{path}[{place}]", matrix.reshape(-1)) for place, matrix in enumerate(value))
 
 
 def _write_for_others(weight: Tensor, folder: Path) -> None:
-    """DeepSpeed's files of a weight, with a fresh Adam's states, which take no room."""
+    """Write DeepSpeed's files of a weight, with a fresh Adam's states, which take no room."""
     folder.mkdir(parents=True)
     torch.save({PARAM: weight.float().clone(), CAT_DIM: 0}, folder / "fp32.pt")
     nothing = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -169,7 +169,7 @@ def _write_common(named: NamedCheckpoint, folder: Path, save: str) -> None:
     groups = [{"params": [index]} for index in range(len(named.groups))]
     zero = {"zero_stage": ZeroStageEnum.optimizer_states, "param_groups": groups, "partition_count": [1] * len(groups)}
     torch.save({**scaler, **zero}, folder / "zero" / "optimizer_state.pt")
-    weights = {name: own.weight for name, own in named.parameters.items()}
+    weights = {name: parameter.weight for name, parameter in named.parameters.items()}
     version = {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}
     shapes = [OrderedDict((name, weights[name].shape) for name in group.members) for group in named.groups]
     tied = _tied(named)
@@ -190,11 +190,15 @@ def _write_common(named: NamedCheckpoint, folder: Path, save: str) -> None:
 
 
 def _tied(named: NamedCheckpoint) -> dict[str, str]:
-    """Further names of parameters, which a checkpoint of torch's shows by their values alone."""
-    found = {}
+    """Return further names of parameters, which a checkpoint of torch's shows only by equal values."""
+    tied = {}
     for other, value in named.module.items():
-        for name, own in named.parameters.items():
-            if isinstance(value, Tensor) and value.shape == own.weight.shape and torch.equal(value, own.weight):
-                found[other] = name
+        for name, parameter in named.parameters.items():
+            if (
+                isinstance(value, Tensor)
+                and value.shape == parameter.weight.shape
+                and torch.equal(value, parameter.weight)
+            ):
+                tied[other] = name
                 break
-    return found
+    return tied

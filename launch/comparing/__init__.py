@@ -1,1 +1,1 @@
-"""Runs side by side, from whatever logs they left: what ``rankwise compare`` does."""
+"""``rankwise compare`` puts runs side by side, from whatever logs they left."""

@@ -1,4 +1,4 @@
-"""The logs that are known, each read into a run."""
+"""These functions read a run from each known format of logs."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Reader = Callable[[Path, str | None, int | None], LoggedRun]
 _LOSSES = ("lm loss", "Train/Samples/train_loss", "train/loss", "train_loss", "loss")
 _VALIDATIONS = ("lm loss validation", "eval/loss", "eval_loss", "validation_loss", "val_loss")
 _SAMPLES = "Train/Samples/"
-"""How DeepSpeed's names begin, whose events are counted in samples."""
+"""Names of DeepSpeed begin so; its events are counted in samples."""
 _RATE = f"{_SAMPLES}lr"
-"""Written at every step."""
+"""Name of a quantity that is written at every step."""
 _PARTS = tuple(f"{_SAMPLES}elapsed_time_ms_{part}" for part in ("forward", "backward", "step"))
 _PEAK = "mem-max-allocated-bytes"
 
 
 def from_ours(folder: Path, loss: str | None, seq_len: int | None) -> LoggedRun:
-    """A folder of ``rankwise train``; one whose run has not ended has no summary yet."""
+    """Read a folder of ``rankwise train``; if the run has not ended, it has no summary yet."""
     records = list(_lines(folder / "metrics.jsonl"))
     settings, summary = _json(folder / "settings.json"), _json(folder / "summary.json")
     tokens = summary["tokens"] / summary["steps"] if summary else None
@@ -46,7 +46,7 @@ def from_ours(folder: Path, loss: str | None, seq_len: int | None) -> LoggedRun:
 
 
 def from_trainer(folder: Path, loss: str | None, seq_len: int | None) -> LoggedRun:
-    """``trainer_state.json`` of Hugging Face's Trainer."""
+    """Read ``trainer_state.json`` of Hugging Face's Trainer."""
     records = _json(folder / "trainer_state.json").get("log_history", [])
     return LoggedRun(
         label=folder.parent.name if folder.name.startswith("checkpoint-") else folder.name,
@@ -62,17 +62,17 @@ _MAX_ALLOCATED = re.compile(r"max allocated: ([\d.]+)")
 
 
 def from_megatron(file: Path, loss: str | None, seq_len: int | None) -> LoggedRun:
-    """What Megatron's training loop printed, ``--log-interval`` iterations a line."""
+    """Read what Megatron's training loop printed, ``--log-interval`` iterations a line."""
     name, seconds, done = loss or "lm loss", 0.0, 0
     losses, validations, times, samples, peaks = {}, {}, {}, {}, [0.0]
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        peaks += [float(found) * 2**20 for found in _MAX_ALLOCATED.findall(line)]
+        peaks += [float(match) * 2**20 for match in _MAX_ALLOCATED.findall(line)]
         if held := _VALIDATION.search(line):
             validations[float(held[1])] = float(held[2])
-        if not (found := _ITERATION.search(line)):
+        if not (match := _ITERATION.search(line)):
             continue
         cells = {cell.partition(":")[0].strip(): cell.partition(":")[2].strip() for cell in line.split("|")}
-        step = int(found[1])
+        step = int(match[1])
         if "elapsed time per iteration (ms)" in cells:
             seconds += float(cells["elapsed time per iteration (ms)"]) / 1000 * (step - done if step > done else 0)
             times[float(step)] = seconds
@@ -93,7 +93,7 @@ def from_megatron(file: Path, loss: str | None, seq_len: int | None) -> LoggedRu
 
 
 def from_tensorboard(folder: Path, loss: str | None, seq_len: int | None) -> LoggedRun:
-    """Event files: of DeepSpeed's monitor, of Megatron, of Hugging Face's Trainer and others."""
+    """Read event files of DeepSpeed's monitor, Megatron, Hugging Face's Trainer and others."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError as error:
@@ -101,9 +101,9 @@ def from_tensorboard(folder: Path, loss: str | None, seq_len: int | None) -> Log
     board = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     board.Reload()
     events = {name: board.Scalars(name) for name in board.Tags()["scalars"]}
-    series = {name: {float(event.step): event.value for event in found} for name, found in events.items()}
+    series = {name: {float(event.step): event.value for event in points} for name, points in events.items()}
     chosen = _chosen(series, folder, loss)
-    start = min((found[0].wall_time for found in events.values()), default=0.0)
+    start = min((points[0].wall_time for points in events.values()), default=0.0)
     clock = {float(event.step): event.wall_time - start for event in events[chosen]}
     run = _of_series(folder, series, chosen, seq_len)
     per_step = _samples_per_step(series, chosen)
@@ -111,14 +111,14 @@ def from_tensorboard(folder: Path, loss: str | None, seq_len: int | None) -> Log
 
 
 def from_csv(folder: Path, loss: str | None, seq_len: int | None) -> LoggedRun:
-    """A folder of DeepSpeed's ``csv_monitor``, a file for each quantity."""
-    known = {_as_file(name): name for name in (*_LOSSES, *_VALIDATIONS, *_PARTS, _RATE, *([loss] if loss else []))}
+    """Read a folder of DeepSpeed's ``csv_monitor``, which has a file for each quantity."""
+    names = {_as_file(name): name for name in (*_LOSSES, *_VALIDATIONS, *_PARTS, _RATE, *([loss] if loss else []))}
     series = {}
     for file in folder.glob("*.csv"):
         with file.open(newline="", encoding="utf-8") as lines:
             rows = [row for row in csv.reader(lines) if len(row) == 2 and row[0] != "step"]
         try:
-            series[known.get(file.name, file.stem)] = {float(at): float(value) for at, value in rows}
+            series[names.get(file.name, file.stem)] = {float(at): float(value) for at, value in rows}
         except ValueError as error:
             raise LogError(f"{file} is not a file of csv_monitor, which has only numbers: {error}") from error
     return _of_series(folder, series, _chosen(series, folder, loss), seq_len)
@@ -154,15 +154,15 @@ def _of_series(folder: Path, series: Mapping[str, Mapping[float, float]], loss: 
 
 def _chosen(series: Iterable[str], folder: Path, loss: str | None) -> str:
     names = sorted(series)
-    found = next((name for name in ([loss] if loss else _LOSSES) if name in names), None)
-    if found is None:
+    loss_name = next((name for name in ([loss] if loss else _LOSSES) if name in names), None)
+    if loss_name is None:
         wanted = f"nothing of the name {loss!r}" if loss else f"none of {', '.join(_LOSSES)}"
         raise LogError(f"{folder} has {wanted}: name one of {', '.join(names)} by --loss")
-    return found
+    return loss_name
 
 
 def _samples_per_step(series: Mapping[str, Mapping[float, float]], loss: str) -> float:
-    """Samples of a step, for a loss logged by samples: the least distance of two points, or of the first from 0."""
+    """Return the samples of a step if a loss is logged by samples: the least distance of two points, or from 0."""
     if not loss.startswith(_SAMPLES):
         return 1.0
     at = sorted({0.0, *series[loss], *series.get(_RATE, ())})
@@ -178,8 +178,8 @@ def _column(records: Iterable[Mapping[str, Any]], key: str) -> Curve:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    return found
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return content
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
@@ -188,6 +188,6 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
         try:
             yield json.loads(line)
         except ValueError as error:
-            # A run that was killed may have left half of a line.
+            # A run that was killed may have left half a line.
             if number + 1 < len(lines):
                 raise LogError(f"{file} has a line {number + 1} that is not JSON: {error}") from error

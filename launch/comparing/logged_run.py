@@ -1,4 +1,4 @@
-"""A run as its logs tell it, and what of it can be compared with another's."""
+"""A run is described by its logs, so that it can be compared with others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AXES = ("steps", "tokens", "seconds")
 
 
 class LogError(ValueError):
-    """A path without a log that is known, or a log without what is asked for."""
+    """A path has no known log, or a log lacks what is asked for."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Curve:
     """A quantity over optimizer steps, in their order; a step that was written twice has its last value.
 
     Attributes:
-        steps: Steps that were done, rising.
-        values: At each of them.
+        steps: Steps that were done, in rising order.
+        values: Values at these steps.
     """
 
     steps: tuple[float, ...] = ()
@@ -30,12 +30,12 @@ class Curve:
 
     @classmethod
     def of(cls, values: Mapping[float, float]) -> Curve:
-        """From values by step."""
+        """Make a curve from values by step."""
         steps = tuple(sorted(values))
         return cls(steps, tuple(values[step] for step in steps))
 
     def at(self, step: float) -> float:
-        """The value at a step, on the line between its neighbours; beyond the ends, on the nearest line."""
+        """Return the value at a step, on the line between its neighbours; beyond the ends, on the nearest line."""
         if len(self.steps) == 1:
             return self.values[0] * step / self.steps[0] if self.steps[0] else self.values[0]
         right = min(max(bisect_right(self.steps, step), 1), len(self.steps) - 1)
@@ -43,7 +43,7 @@ class Curve:
         return y + (above - y) * (step - x) / (far - x)
 
     def reaches(self, level: float) -> float | None:
-        """The step at which it first is at or below a level, on the line between points; None: never."""
+        """Return the step at which it first is at or below a level, on the line between points; None: never."""
         points = list(zip(self.steps, self.values, strict=True))
         for index, (step, value) in enumerate(points):
             if value <= level:
@@ -56,18 +56,18 @@ class Curve:
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """What is known of a run.
+    """The facts of a run that its logs have.
 
     Attributes:
-        label: Its name in tables and pictures.
-        source: Where it was read.
+        label: Name of the run in tables and pictures.
+        source: Path of the logs.
         loss: Loss of training.
-        validation: Loss on text that was held out.
-        seconds: Since the start, of training.
-        tokens_per_step: None: unknown, so that there is no such axis.
-        step_share: Step share of the time, in the optimizer's step.
-        state_bytes: State bytes of the optimizer, of the fullest rank.
-        peak_bytes: Most memory of the device that was in use.
+        validation: Loss on held-out text.
+        seconds: Seconds of training since the start.
+        tokens_per_step: Tokens of a step; None if unknown, so that there is no such axis.
+        step_share: Share of the time that the optimizer's step takes.
+        state_bytes: Bytes of the optimizer's states on the fullest rank.
+        peak_bytes: Most bytes of the device's memory that were in use.
     """
 
     label: str
@@ -81,29 +81,29 @@ class LoggedRun:
     peak_bytes: float | None = None
 
     def named(self, label: str) -> LoggedRun:
-        """The same under another name."""
+        """Return the run under another name."""
         return replace(self, label=label)
 
     @property
     def judged(self) -> Curve:
-        """The loss that counts: the validation's, if there is one."""
+        """The loss that is compared: that of validation, if there is one."""
         return self.validation if self.validation.steps else self.loss
 
     @property
     def steps(self) -> float:
-        """Steps of the whole run."""
+        """Number of steps of the whole run."""
         return max(self.loss.steps[-1:] + self.validation.steps[-1:], default=0.0)
 
     def axis(self, name: str) -> Callable[[float], float] | None:
-        """What turns steps into one of :data:`AXES`; None where it is unknown."""
+        """Return the function that turns steps into one of :data:`AXES`; None if it is unknown."""
         if name == "steps":
             return float
         if name == "tokens":
-            known = self.tokens_per_step
-            return None if known is None else lambda step: step * known
+            per_step = self.tokens_per_step
+            return None if per_step is None else lambda step: step * per_step
         return self.seconds.at if self.seconds.steps else None
 
     def total(self, name: str) -> float | None:
-        """The whole run along an axis."""
+        """Return the length of the whole run along an axis; None if it is unknown."""
         along = self.axis(name)
         return None if along is None else along(self.steps)

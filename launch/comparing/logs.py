@@ -1,4 +1,4 @@
-"""Which log lies where."""
+"""This module finds the logs of runs below paths."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _KINDS: tuple[tuple[str, Reader], ...] = (
     ("*tfevents*", from_tensorboard),
     ("*.csv", from_csv),
 )
-"""By what a folder holds; the first that fits counts."""
+"""Readers by the files that a folder holds; the first that fits is taken."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-"""Folders of the Trainer."""
+"""Names of the Trainer's folders."""
 
 
 def read_runs(paths: Sequence[Path], loss: str | None = None, seq_len: int | None = None) -> list[LoggedRun]:
-    """Every run that lies at some paths, with labels that differ.
+    """Return every run at some paths, with labels that differ.
 
     Args:
         paths: Folders of ``rankwise train``, of TensorBoard's event files, of DeepSpeed's CSV files or of the Trainer's
-            checkpoints, folders of such, and files of what Megatron printed.
+            checkpoints, folders with such folders, and files of what Megatron printed.
         loss: Name of the loss in the logs; None: one of the usual ones.
         seq_len: Tokens of a sample, for logs that count samples.
 
     Raises:
-        LogError: A path has no log that is known, or a log has no such loss.
+        LogError: A path has no known log, or a log has no such loss.
     """
     runs = [run for path in paths for run in _runs_at(path.resolve(), loss, seq_len)]
     runs = list({run.source: run for run in runs}.values())
@@ -60,11 +60,11 @@ def _runs_at(path: Path, loss: str | None, seq_len: int | None) -> Iterator[Logg
     if reader is not None:
         yield reader(path, loss, seq_len)
         return
-    found = [folder for folder in _folders(path) if _reader(folder)]
-    if not found:
+    folders = [folder for folder in _folders(path) if _reader(folder)]
+    if not folders:
         kinds = ", ".join(kind for kind, _ in _KINDS)
         raise LogError(f"{path} has no log in it or below: a folder with {kinds}, or a file of what Megatron printed")
-    for folder in found:
+    for folder in folders:
         yield from _runs_at(folder, loss, seq_len)
 
 
@@ -73,13 +73,13 @@ def _reader(folder: Path) -> Reader | None:
 
 
 def _folders(path: Path) -> Iterator[Path]:
-    """Folders with logs at any depth, but none below one."""
+    """Yield folders with logs at any depth, but none below another."""
     folders = sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
-    saved = {int(found[1]): folder for folder in folders if (found := _CHECKPOINT.fullmatch(folder.name))}
+    saved = {int(match[1]): folder for folder in folders if (match := _CHECKPOINT.fullmatch(folder.name))}
     older = set(saved.values()) - {saved[max(saved)]} if saved else set()
     for folder in folders:
         if folder in older:
-            continue  # Its log is the newest one's beginning.
+            continue  # this log is the beginning of the newest one
         if _reader(folder):
             yield folder
         else:
@@ -87,7 +87,7 @@ def _folders(path: Path) -> Iterator[Path]:
 
 
 def _told_apart(runs: Sequence[LoggedRun]) -> list[LoggedRun]:
-    """With more of the path in labels that several have."""
+    """Add more of the path to labels that several runs have."""
     count = Counter(run.label for run in runs)
     named = [run.named(f"{run.source.parent.name}/{run.label}") if count[run.label] > 1 else run for run in runs]
     count = Counter(run.label for run in named)

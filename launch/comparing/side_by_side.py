@@ -1,4 +1,4 @@
-"""Runs side by side: a table, JSON, and a picture."""
+"""This module shows runs side by side, in a table, as JSON, and in a picture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WORDS = {"steps": ("step", 1.0), "tokens": ("tokens, M", 1e6), "seconds": ("wal
 
 
 def as_rows(runs: Sequence[LoggedRun]) -> list[dict[str, Any]]:
-    """What the table shows, as numbers; None for what a log does not say.
+    """Return the numbers of the table; None for what a log does not have.
 
     ``of_steps``, ``of_tokens`` and ``of_seconds`` are what a run needed to be as low as the first one at its end, over
     what that one needed: of the validation losses where both have some.
@@ -70,11 +70,11 @@ _LINES: tuple[tuple[str, str, str, float], ...] = (
     ("of_tokens", "tokens to it", "{:.0%}", 1),
     ("of_seconds", "time to it", "{:.0%}", 1),
 )
-"""Key, heading, form and unit."""
+"""Key, heading, format and unit of each line of the table."""
 
 
 def compared(runs: Sequence[LoggedRun]) -> Table:
-    """The table: a column for each run, a line for each quantity that any of them knows."""
+    """Return the table, with a column for each run, and a line for each quantity that some run has."""
     rows = as_rows(runs)
     table = Table(caption=Text(f"losses at the end; the last lines: of what {runs[0].label} took"))
     table.add_column("")
@@ -87,11 +87,11 @@ def compared(runs: Sequence[LoggedRun]) -> Table:
 
 
 def draw(runs: Sequence[LoggedRun], path: Path) -> None:
-    """Losses against steps, tokens and wall-clock, as far as each is known, and shares of time and memory.
+    """Draw losses against steps, tokens and wall-clock, as far as these are known, and shares of time and memory.
 
     Args:
-        runs: In the order of their colours.
-        path: The PNG to write.
+        runs: Runs in the order of their colours.
+        path: PNG to write.
     """
     pyplot = pyplot_if_installed()
     if pyplot is None:

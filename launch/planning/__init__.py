@@ -1,1 +1,1 @@
-"""``rankwise plan``: what a run will hold, send and compute, from a model's shapes and a cluster's size alone."""
+"""``rankwise plan`` says what a run will hold, send and compute, from a model's shapes and a cluster's size."""

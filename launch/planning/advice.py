@@ -1,4 +1,4 @@
-"""Why the fullest rank is so full, and what would bring a plan below a limit."""
+"""This module says why the fullest rank is so full, and what would bring a plan below a limit."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rankwise.names import BY_NAME
 __all__ = ["BALANCED", "Change", "changes", "why_unbalanced"]
 
 BALANCED = 1.15
-"""The fullest rank's state over the mean, up to which nothing is said."""
+"""Up to this ratio of the fullest rank's state to the mean nothing is said."""
 
 
 def why_unbalanced(found: Figures) -> str:
-    """The reason for the largest part of the imbalance; empty where there is none to speak of."""
+    """Return the reason for the largest part of the imbalance; empty if there is hardly any."""
     if found.fullest <= BALANCED:
         return ""
     states = found.states()
@@ -44,12 +44,12 @@ def why_unbalanced(found: Figures) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """Something to set otherwise.
+    """A change of a setting.
 
     Attributes:
-        words: For the user.
-        picked: The optimizer with it.
-        cluster: The ranks with it.
+        words: The change in words.
+        picked: The optimizer after the change.
+        cluster: The ranks after the change.
     """
 
     words: str
@@ -58,7 +58,7 @@ class Change:
 
 
 def changes(picked: Chosen, cluster: Cluster) -> Iterator[Change]:
-    """What is worth trying, the mildest first; each with those before it that concern the optimizer."""
+    """Yield changes that are worth trying, the mildest first; each includes earlier ones to the optimizer."""
     if cluster.stage == 0:
         cluster = replace(cluster, stage=2)
         yield Change('"stage": 2', picked, cluster)
@@ -66,7 +66,7 @@ def changes(picked: Chosen, cluster: Cluster) -> Iterator[Change]:
     tried: dict[str, Any] = {}
     params = dict(picked.params)
     for key, change in _CHANGES:
-        # With sketches nothing is sent that a longer interval would spare.
+        # With sketches a longer interval would not spare any messages.
         if key not in options_type.table() or (key == "update_interval" and params.get("rule") == "sketch"):
             continue
         now = options_type(**params).value_of(key)

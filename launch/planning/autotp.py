@@ -1,4 +1,4 @@
-"""What ranks will hold under DeepSpeed's AutoTP: slices of rows or columns, cut over data-parallel ranks by ZeRO."""
+"""Under DeepSpeed's AutoTP ranks hold slices of rows or columns, which ZeRO cuts over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["contents_under_autotp", "parts_under_autotp"]
 
 
 def parts_under_autotp(model: nn.Module, parameters: Mapping[str, torch.Tensor], tp: int) -> list[Part]:
-    """How AutoTP cuts a model of Hugging Face's by its plan.
+    """Return how AutoTP cuts a model of Hugging Face's by its plan.
 
-    An embedding stays whole, unless the output head has the same weight.
+    An embedding stays whole, unless the output head shares its weight.
 
     Args:
-        model: A model whose layers have the names of Llama's.
-        parameters: In the optimizer's order, by name.
-        tp: Tensor-parallel ranks.
+        model: Model whose layers have the names of Llama's.
+        parameters: Parameters by name, in the optimizer's order.
+        tp: Number of tensor-parallel ranks.
 
     Raises:
         ValueError: No layer of the model is known to be cut, or one cannot be cut equally.
@@ -35,34 +35,34 @@ def parts_under_autotp(model: nn.Module, parameters: Mapping[str, torch.Tensor],
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding) and id(module.weight) not in heads:
             cuts.pop(f"{path}.weight", None)
-    found = []
+    parts = []
     for name, parameter in parameters.items():
         dim, shape = cuts.get(name), tuple(parameter.shape)
         if dim is not None and shape[dim] % tp:
             raise ValueError(f"tp is {tp}: it must divide dimension {dim} of {name}, which is {shape[dim]}")
-        found.append(Part(name, shape, dim))
-    return found
+        parts.append(Part(name, shape, dim))
+    return parts
 
 
 def contents_under_autotp(parts: list[Part], cluster: Cluster, alignment: int) -> list[list[TensorContents]]:
-    """What every rank stores, tensor-parallel ranks next to each other; all parameters in one param group.
+    """Return what every rank stores, tensor-parallel ranks next to each other, with all parameters in one group.
 
     Args:
-        parts: See :func:`parts_under_autotp`.
-        cluster: With a ZeRO stage.
+        parts: Parts from :func:`parts_under_autotp`.
+        cluster: Ranks, with a ZeRO stage.
         alignment: Alignment of partitions at stages 1 and 2, in elements.
     """
     assert cluster.stage is not None
-    known = {part.name: part for part in parts}
+    parts_by_name = {part.name: part for part in parts}
     shards = {part.name: part.shard(cluster.tp) for part in parts}
-    found = []
+    contents_of_ranks = []
     for data, runs in enumerate(cut_by_stage(shards, cluster.dp, cluster.stage, alignment)):
         copy = data if cluster.stage == 0 else 0
         for rank in range(cluster.tp):
             slices = [
                 replace(piece, offset=run.offset + piece.offset)
                 for run in runs
-                for piece in slices_of_part(known[run.key], cluster.tp, rank, run.start, run.end, copy)
+                for piece in slices_of_part(parts_by_name[run.key], cluster.tp, rank, run.start, run.end, copy)
             ]
-            found.append([TensorContents(0, tuple(slices))])
-    return found
+            contents_of_ranks.append([TensorContents(0, tuple(slices))])
+    return contents_of_ranks

@@ -1,4 +1,4 @@
-"""How many ranks there are and how the model is cut over them: by ZeRO, by Megatron, or over FSDP2's device mesh."""
+"""A cluster says how many ranks there are, and how ZeRO, Megatron or FSDP2's device mesh cuts the model over them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["COPIES", "ROWS", "TENSOR", "Cluster", "Mesh"]
 
 MOST_RANKS = 1 << 17
 ROWS, COPIES, TENSOR = "rows", "copies", "tensor"
-"""What a dimension does to a parameter: ``fully_shard`` cuts its rows, or keeps copies; tensor parallelism cuts it."""
+"""What a dimension does with a parameter: ``fully_shard`` cuts its rows or keeps copies; tensor parallelism cuts it."""
 _MEANINGS = {
     **dict.fromkeys(("dp", "shard", "fsdp", "dp_shard"), ROWS),
     **dict.fromkeys(("rep", "dp_replicate"), COPIES),
@@ -22,13 +22,13 @@ _RULE = "it must be dp=64, dp=8,tp=8, rep=2,shard=8 or rep=2,shard=8,tp=4, with 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The device mesh of an FSDP2 run, as ``init_device_mesh`` would be given it.
+    """The device mesh of an FSDP2 run, as ``init_device_mesh`` would get it.
 
     The ranks of the last dimension lie next to each other.
 
     Attributes:
-        names: As typed.
-        sizes: Sizes of each.
+        names: Names of the dimensions, as typed.
+        sizes: Sizes of the dimensions.
     """
 
     names: tuple[str, ...]
@@ -36,10 +36,10 @@ class Mesh:
 
     @classmethod
     def read(cls, text: str) -> Mesh:
-        """A mesh from text such as ``dp=8,tp=8``.
+        """Return a mesh from text such as ``dp=8,tp=8``.
 
         Raises:
-            ValueError: It is none that ``fully_shard`` takes, beside tensor parallelism.
+            ValueError: ``fully_shard``, beside tensor parallelism, does not take such a mesh.
         """
         pairs = [part.strip().partition("=") for part in text.split(",")]
         names, sizes = tuple(name for name, _, _ in pairs), [size for _, _, size in pairs]
@@ -51,31 +51,31 @@ class Mesh:
                 )
         if not all(size.isdecimal() and int(size) > 0 for size in sizes):
             raise ValueError(f"mesh is {text!r}: {_RULE}")
-        found = cls(names, tuple(map(int, sizes)))
-        if found.ranks > MOST_RANKS:
-            raise ValueError(f"mesh is {text!r}: it must have at most {MOST_RANKS:,} ranks, and has {found.ranks:,}")
-        if found.meanings not in _ORDERS:
+        mesh = cls(names, tuple(map(int, sizes)))
+        if mesh.ranks > MOST_RANKS:
+            raise ValueError(f"mesh is {text!r}: it must have at most {MOST_RANKS:,} ranks, and has {mesh.ranks:,}")
+        if mesh.meanings not in _ORDERS:
             raise ValueError(f"mesh is {text!r}: {_RULE}, in this order")
-        return found
+        return mesh
 
     @property
     def meanings(self) -> tuple[str, ...]:
-        """What each dimension does."""
+        """Meaning of each dimension."""
         return tuple(_MEANINGS[name] for name in self.names)
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """Number of all ranks."""
         return prod(self.sizes)
 
     @property
     def tp(self) -> int:
-        """Ranks that tensor parallelism cuts over."""
+        """Number of ranks that tensor parallelism cuts over."""
         return prod(size for size, meaning in zip(self.sizes, self.meanings, strict=True) if meaning == TENSOR)
 
     @property
     def words(self) -> str:
-        """As typed."""
+        """The mesh as it was typed."""
         return ",".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
 
     def coordinates(self) -> list[tuple[int, ...]]:
@@ -88,17 +88,17 @@ class Cluster:
     """The ranks of a run.
 
     Attributes:
-        ranks: All of them.
+        ranks: Number of all ranks.
         stage: ZeRO stage; None under Megatron and FSDP2.
-        tp: Ranks each matrix is cut over, by Megatron or by DeepSpeed's AutoTP.
-        pp: Pipeline stages.
-        distributed: Megatron's distributed optimizer.
-        overlap: Its buckets are reduced while the backward pass runs.
+        tp: Number of ranks over which Megatron or DeepSpeed's AutoTP cuts each matrix.
+        pp: Number of pipeline stages.
+        distributed: Whether Megatron's distributed optimizer is used.
+        overlap: Whether its buckets are reduced while the backward pass runs.
         precision: Precision of the model's weights: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
-        cp: Ranks each sequence is cut over.
-        vpp: Model chunks of a pipeline stage.
-        ep: Ranks the experts of a layer are shared out over.
-        etp: Ranks each expert's matrix is cut over; None: as ``tp``.
+        cp: Number of ranks that each sequence is cut over.
+        vpp: Number of model chunks of a pipeline stage.
+        ep: Number of ranks that share the experts of a layer.
+        etp: Number of ranks that each expert's matrix is cut over; None: that of ``tp``.
         mesh: Mesh of FSDP2; None under others.
     """
 
@@ -116,10 +116,10 @@ class Cluster:
     mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
-        """Checks the numbers.
+        """Check the numbers.
 
         Raises:
-            ValueError: They do not fit together.
+            ValueError: The numbers do not fit together.
         """
         ways = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "vpp": self.vpp, "ep": self.ep, "etp": self.expert_tp}
         for name, size in ways.items():
@@ -148,12 +148,12 @@ class Cluster:
 
     @property
     def expert_tp(self) -> int:
-        """Ranks each expert's matrix is cut over."""
+        """Number of ranks that each expert's matrix is cut over."""
         return self.tp if self.etp is None else self.etp
 
     @property
     def dp(self) -> int:
-        """Ranks among which the rest of a pipeline stage is replicated or cut: data parallel times context parallel."""
+        """Number of ranks that copy or cut the rest of a pipeline stage: data parallel times context parallel."""
         return self.ranks // (self.tp * self.pp)
 
     @property
@@ -162,19 +162,19 @@ class Cluster:
         return replace(self, ranks=self.ranks // self.ep, tp=self.expert_tp, cp=1, ep=1, etp=None)
 
     def expert_places(self, share: int) -> list[int]:
-        """Where in a stage the ranks lie that hold a share of the experts: tensor-parallel ranks next to each other."""
+        """Return the places in a stage of ranks with one share of the experts, tensor-parallel ranks side by side."""
         step = self.expert_tp * self.ep
         starts = range(share * self.expert_tp, self.tp * self.dp, step)
         return [first + rank for first in starts for rank in range(self.expert_tp)]
 
     @property
     def width(self) -> int:
-        """Bytes of a weight of the model."""
+        """Number of bytes of a weight of the model."""
         return 4 if self.precision == "fp32" else 2
 
     @property
     def words(self) -> str:
-        """The same for a title."""
+        """The cluster in words, for a title."""
         if self.stage is not None:
             cut = f", AutoTP over {self.tp}" if self.tp > 1 else ""
             return f"{self.ranks} ranks, ZeRO-{self.stage}{cut}, {self.precision}"

@@ -1,4 +1,4 @@
-"""From operations and bytes to milliseconds, and what part of a training step they are."""
+"""Operations and bytes become milliseconds here, and shares of a training step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rankwise.launch.planning.rank_figures import Figures
 
 __all__ = ["Cost", "cost", "training_seconds"]
 
-_TRAINING = 6  # operations for each token and parameter it meets, forward and backward
+_TRAINING = 6  # operations for each token and parameter that it meets, forward and backward
 _UPDATE = 16  # bytes of an element beside its states: gradient and weight read, weight written, model's copy
-_DELIVERY = 12  # of these: result and weight read, weight written, when the result of a matrix is there
+_DELIVERY = 12  # bytes of these after a matrix's result has arrived: result and weight read, weight written
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Cost:
     """Cost of a step of the optimizer on one kind of device, on its slowest rank.
 
     Attributes:
-        device: The kind.
+        device: Kind of device.
         compute: Milliseconds of the matrix rule.
         memory: Milliseconds of the element-wise passes.
-        messages: Milliseconds of the exchange, if nothing else happened meanwhile.
+        messages: Milliseconds of the exchange, if nothing overlapped with it.
         exposed: Milliseconds in which the device waits for messages, or for other ranks in their batches.
         training: Milliseconds of the forward and backward pass.
     """
@@ -59,12 +59,12 @@ class Cost:
 
 
 def cost(found: Figures, device: Device, links: Links, tokens: int, efficiency: float) -> Cost:
-    """What a step costs.
+    """Return the costs of a step.
 
     Args:
-        found: The plan.
-        device: What computes.
-        links: What the ranks are joined by.
+        found: Figures of the plan.
+        device: Device that computes.
+        links: Links between the ranks.
         tokens: Tokens of a global batch.
         efficiency: Share of the peak that products reach.
     """
@@ -90,7 +90,7 @@ def cost(found: Figures, device: Device, links: Links, tokens: int, efficiency: 
         collectives = rank.collectives + rank.periodic_collectives / rank.period
         passes = (rank.elements * _UPDATE + 2 * rank.element_state_bytes) / bandwidth
         memory, messages = max(memory, passes), max(messages, seconds(bytes_sent, collectives))
-        # Everything else comes first: sums, and what the owners are to be sent.
+        # All other messages come first: sums, and what owners get.
         first = seconds(bytes_sent - matrices.bytes, collectives - matrices.collectives)
         free.append(first + passes - _DELIVERY * later / bandwidth)
     speeds = Speeds(message, lambda flops: flops / rate, lambda elements: _DELIVERY * elements / bandwidth)
@@ -102,6 +102,6 @@ def cost(found: Figures, device: Device, links: Links, tokens: int, efficiency: 
 
 
 def training_seconds(found: Figures, device: Device, tokens: int, efficiency: float) -> float:
-    """Seconds of the forward and backward pass over a global batch."""
+    """Return the seconds of the forward and backward pass over a global batch."""
     work = _TRAINING * found.active * tokens / len(found.ranks)
     return work / (device.teraflops * 1e12 * efficiency)

@@ -1,4 +1,4 @@
-"""Figures of accelerators, as their makers state them, and of the links between them; users' own replace them."""
+"""This module has figures of accelerators from their makers, and of links; users may replace them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rankwise.launch.typed_options import count, share
 __all__ = ["DEVICES", "SPEED", "Device", "Links", "device_of"]
 
 SPEED = "Its speed"
-"""Panel of the options of ``rankwise plan``."""
+"""Panel of options in the help of ``rankwise plan``."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Device:
 
     Attributes:
         name: Name of the model.
-        teraflops: Dense bfloat16 products, 1e12 operations per second.
+        teraflops: Rate of dense bfloat16 products, 1e12 operations per second.
         terabytes: Memory bandwidth, 1e12 bytes per second.
     """
 
@@ -34,17 +34,17 @@ DEVICES: tuple[Device, ...] = (
     Device("H200", 989.0, 4.8),
     Device("MI300X", 1307.0, 5.3),
 )
-"""SXM and OAM forms; data sheets of Nvidia and AMD."""
+"""Accelerators in SXM and OAM forms, from data sheets of Nvidia and AMD."""
 
 
 def device_of(text: str) -> Device:
-    """An accelerator by its name, or by its figures.
+    """Return an accelerator by its name, or by its figures.
 
     Args:
         text: A name of :data:`DEVICES`, or teraflops and terabytes per second with a colon between them.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: The text is neither.
     """
     for device in DEVICES:
         if device.name.lower() == text.lower():
@@ -54,19 +54,19 @@ def device_of(text: str) -> Device:
     except ValueError:
         teraflops = terabytes = 0.0
     if not (teraflops > 0 and terabytes > 0):
-        known = ", ".join(device.name for device in DEVICES)
-        raise ValueError(f"gpu is {text!r}: it must be one of {known}, or TFLOP/s:TB/s such as 989:3.35")
+        names = ", ".join(device.name for device in DEVICES)
+        raise ValueError(f"gpu is {text!r}: it must be one of {names}, or TFLOP/s:TB/s such as 989:3.35")
     return Device(text, teraflops, terabytes)
 
 
 @dataclass(frozen=True)
 class Links:
-    """What a rank can send, and how evenly ranks lie on nodes.
+    """The links by which ranks exchange messages.
 
     Attributes:
-        per_node: Ranks of one node.
-        inside: Between ranks of a node, 1e9 bytes per second in one direction.
-        across: Between nodes, for each rank.
+        per_node: Number of ranks of one node.
+        inside: Rate between ranks of a node, 1e9 bytes per second in one direction.
+        across: Rate between nodes for each rank, 1e9 bytes per second in one direction.
         latency: Microseconds of one collective.
     """
 
@@ -76,16 +76,16 @@ class Links:
     latency: Annotated[float, share("Of a collective.", SPEED, "--latency-us", least=0)] = 20.0
 
     def shares(self, sent: float, ranks: int) -> tuple[float, float]:
-        """Bytes that stay inside a node and bytes that leave it, if all pairs of ranks exchange as much.
+        """Return the bytes that stay inside a node and those that leave it, if all pairs of ranks exchange equally.
 
         Args:
-            sent: Bytes of one rank.
-            ranks: Ranks that exchange.
+            sent: Bytes that one rank sends.
+            ranks: Number of ranks that exchange.
         """
         here = min(self.per_node, ranks) - 1
         stays = sent * here / (ranks - 1) if ranks > 1 else 0.0
         return stays, sent - stays
 
     def seconds(self, inside: float, across: float, collectives: float) -> float:
-        """Time of messages that wait for nothing and hide behind nothing."""
+        """Return the seconds of messages that do not wait and do not overlap with anything."""
         return inside / (self.inside * 1e9) + across / (self.across * 1e9) + collectives * (self.latency * 1e-6)

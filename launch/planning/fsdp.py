@@ -1,7 +1,7 @@
-"""What FSDP2's ranks will hold: the placements that ``fully_shard`` makes, beside those of tensor parallelism.
+"""FSDP2's ranks will hold what the placements of ``fully_shard`` and of tensor parallelism give them.
 
-Tensor parallelism is that of torchtitan's Llama: queries, keys, values, gate, up and head column-wise, the products
-that end a branch row-wise, the embedding by token ids.
+Tensor parallelism is that of torchtitan's Llama: queries, keys, values, gate, up and head are cut column-wise, the
+products that end a branch row-wise, the embedding by token ids.
 """
 
 from __future__ import annotations
@@ -31,44 +31,44 @@ _HEADS, _EMBEDDINGS = {"lm_head", "output"}, {"embed_tokens", "tok_embeddings"}
 
 
 def tensor_parallel_dims(model: nn.Module) -> dict[str, int]:
-    """The dimension along which tensor parallelism cuts a parameter, by name; others are whole on all its ranks.
+    """Return the dimensions along which tensor parallelism cuts parameters, by name; others are whole on all its ranks.
 
     Args:
-        model: A model whose layers have the names of Llama's, Hugging Face's or torchtitan's.
+        model: Model whose layers have the names of Llama's, in Hugging Face or torchtitan.
 
     Raises:
-        ValueError: No layer of the model has.
+        ValueError: No layer of the model has such a name.
     """
-    found, inner = {}, 0
+    dims, inner = {}, 0
     for path, module in model.named_modules(remove_duplicate=False):
         name = path.rpartition(".")[2]
         if isinstance(module, nn.Embedding) and name in _EMBEDDINGS:
-            found[f"{path}.weight"] = 0
+            dims[f"{path}.weight"] = 0
         elif isinstance(module, nn.Linear) and name in _COLUMN_WISE | _HEADS:
             inner += name not in _HEADS
-            found.update({f"{path}.weight": 0, f"{path}.bias": 0})
+            dims.update({f"{path}.weight": 0, f"{path}.bias": 0})
         elif isinstance(module, nn.Linear) and name in _ROW_WISE:
             inner += 1
-            found[f"{path}.weight"] = 1
+            dims[f"{path}.weight"] = 1
     if not inner:
         raise ValueError(
             "mesh has tp, and no layer of this model is known to be cut by it: linear layers must have Llama's names, "
             f"{', '.join(sorted(_COLUMN_WISE | _ROW_WISE))}; leave tp out"
         )
-    return found
+    return dims
 
 
 def placements_of(mesh: Mesh, cut: int | None) -> tuple[Placement, ...]:
-    """By dimension of the mesh.
+    """Return a parameter's placement on each dimension of the mesh.
 
     Args:
-        mesh: All ranks.
-        cut: The dimension of the parameter along which tensor parallelism cuts it.
+        mesh: Mesh of all ranks.
+        cut: Dimension of the parameter along which tensor parallelism cuts it; None if it does not.
     """
     rows = _StridedShard(0, split_factor=mesh.tp) if cut == 0 and TENSOR in mesh.meanings else Shard(0)
     tensor = Replicate() if cut is None else Shard(cut)
-    known: Mapping[str, Placement] = {COPIES: Replicate(), ROWS: rows, TENSOR: tensor}
-    return tuple(known[meaning] for meaning in mesh.meanings)
+    placements: Mapping[str, Placement] = {COPIES: Replicate(), ROWS: rows, TENSOR: tensor}
+    return tuple(placements[meaning] for meaning in mesh.meanings)
 
 
 def _checked(parameters: Mapping[str, torch.Tensor], cuts: Mapping[str, int], mesh: Mesh) -> None:
@@ -86,13 +86,13 @@ def _checked(parameters: Mapping[str, torch.Tensor], cuts: Mapping[str, int], me
 def contents_on_mesh(
     parameters: Mapping[str, torch.Tensor], groups: Mapping[str, int], cuts: Mapping[str, int], mesh: Mesh
 ) -> list[list[TensorContents]]:
-    """What every rank has of every parameter.
+    """Return what every rank has of every parameter.
 
     Args:
-        parameters: Whole, by name, in the optimizer's order.
-        groups: The param group of each.
-        cuts: See :func:`tensor_parallel_dims`; {} without.
-        mesh: All ranks.
+        parameters: Whole parameters by name, in the optimizer's order.
+        groups: Param group of each parameter, by name.
+        cuts: Dimensions from :func:`tensor_parallel_dims`; {} without tensor parallelism.
+        mesh: Mesh of all ranks.
 
     Raises:
         ValueError: Tensor parallelism cannot cut a parameter equally.
@@ -105,24 +105,24 @@ def contents_on_mesh(
         placements = placements_of(mesh, cut)
         return held_runs(shape, mesh.sizes, place, placements), copy_ranks(ranks, place, placements)[0]
 
-    found = []
+    contents_of_ranks = []
     for place in mesh.coordinates():
         contents = []
         for name, parameter in parameters.items():
             shape = tuple(parameter.shape)
             slices = slices_of(name, shape, *held(shape, cuts.get(name), place))
             contents.append(TensorContents(groups[name], slices))
-        found.append(contents)
-    return found
+        contents_of_ranks.append(contents)
+    return contents_of_ranks
 
 
 class MeshSource(LayoutSource):
-    """What an imagined rank knows: which ranks may compute a matrix together.
+    """The source of an imagined rank, which says which ranks may compute a matrix together.
 
     Args:
-        parameters: Whole, by name.
-        cuts: See :func:`tensor_parallel_dims`.
-        mesh: All ranks.
+        parameters: Whole parameters by name.
+        cuts: Dimensions from :func:`tensor_parallel_dims`.
+        mesh: Mesh of all ranks.
     """
 
     missing_alike = True
@@ -144,7 +144,7 @@ class MeshSource(LayoutSource):
 
 
 def _sets(mesh: Mesh, cut: int | None) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each copy of a parameter."""
+    """Return the ranks of each copy of a parameter."""
     return tuple(sorted(set(_copies(mesh, placements_of(mesh, cut)))))
 
 

@@ -1,7 +1,7 @@
-"""What Megatron's ranks will hold: its names, its cuts and its buffers, written down from a model's sizes.
+"""This module computes Megatron's names, cuts and buffers from a model's sizes, and so what its ranks will hold.
 
 The parameters of a pipeline stage are those of GPTModel with its local layers, in the order in which its modules are
-made; buffers are filled from the last one, as ``_ParamAndGradBuffer`` does it.
+made; buffers are filled from the last one, as ``_ParamAndGradBuffer`` does.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Part(NamedTuple):
     """One parameter of a stage.
 
     Attributes:
-        name: Megatron's, numbered through all stages.
-        shape: Before tensor parallelism.
-        dim: That tensor parallelism cuts; None where every rank has the whole.
-        strips: Equal sections, of each of which a rank has a piece.
-        apart: Has a bucket of its own: the embedding that the last stage shares.
+        name: Megatron's name, numbered through all stages.
+        shape: Shape before tensor parallelism.
+        dim: Dimension that tensor parallelism cuts; None where every rank has the whole.
+        strips: Number of equal sections, of each of which a rank has a piece.
+        apart: Whether it has a bucket of its own, as the embedding has that the last stage shares.
         fused: Its logical matrices, if it holds several.
-        chunk: The model chunk of the stage that holds it.
-        expert: Expert of a layer, counted over all ranks; None for what is no expert's.
+        chunk: Model chunk of the stage that holds it.
+        expert: Number of the expert in its layer, over all ranks; None if it is no expert's.
     """
 
     name: str
@@ -61,24 +61,24 @@ class Part(NamedTuple):
     expert: int | None = None
 
     def shard(self, tp: int) -> int:
-        """Elements on one tensor-parallel rank."""
+        """Return the number of elements on one tensor-parallel rank."""
         return math.prod(self.shape) // (1 if self.dim is None else tp)
 
 
 def vocabulary(sizes: Sizes, tp: int) -> int:
-    """Token ids as Megatron pads them."""
+    """Return the number of token ids as Megatron pads it."""
     unit = 128 * tp
     return -(-sizes.vocab // unit) * unit
 
 
 def stage_parts(sizes: Sizes, cluster: Cluster, stage: int, vocab: int | None = None) -> list[Part]:
-    """The parameters of a pipeline stage, in the order of its modules.
+    """Return the parameters of a pipeline stage, in the order of its modules.
 
     Args:
         sizes: Sizes of the model.
-        cluster: How it is cut.
-        stage: Which one.
-        vocab: Token ids; None: padded as Megatron does.
+        cluster: Ranks over which the model is cut.
+        stage: Number of the stage.
+        vocab: Number of token ids; None: padded as Megatron does.
 
     Raises:
         ValueError: The sizes cannot be cut so.
@@ -97,13 +97,13 @@ def stage_parts(sizes: Sizes, cluster: Cluster, stage: int, vocab: int | None = 
         raise ValueError(f"ep is {cluster.ep} and the model has no experts: leave it out, or say how many")
     last = cluster.pp * cluster.vpp - 1
     count = sizes.layers // (last + 1)
-    found: list[Part] = []
+    all_parts: list[Part] = []
     for chunk in range(cluster.vpp):
         position = chunk * cluster.pp + stage  # among all chunks of the model
         layers = range(position * count, (position + 1) * count)
         parts = _chunk(sizes, cluster, layers, (position == 0, position == last), vocab)
-        found += [part._replace(chunk=chunk) for part in parts]
-    return found
+        all_parts += [part._replace(chunk=chunk) for part in parts]
+    return all_parts
 
 
 def _chunk(sizes: Sizes, cluster: Cluster, layers: range, ends: tuple[bool, bool], vocab: int | None) -> Iterator[Part]:
@@ -160,23 +160,23 @@ def _layer(sizes: Sizes, cluster: Cluster, prefix: str) -> list[Part]:
         return [*joined(f"{path}.linear_fc1", gated * ffn, gated, tp), *second]
 
     attention, inner = f"{prefix}self_attention.linear_", f"{prefix}mlp"
-    found = [
+    layer_parts = [
         *_norm(sizes, f"{prefix}input_layernorm"),
         *_linear(sizes, f"{attention}proj", (hidden, sizes.heads * size), 1),
         *joined(f"{attention}qkv", (sizes.heads + 2 * sizes.kv_heads) * size),
         *_norm(sizes, f"{prefix}pre_mlp_layernorm"),
     ]
     if not sizes.experts:
-        return found + mlp(inner, sizes.ffn)
-    found.append(Part(f"{inner}.router.weight", (sizes.experts, hidden)))
+        return layer_parts + mlp(inner, sizes.ffn)
+    layer_parts.append(Part(f"{inner}.router.weight", (sizes.experts, hidden)))
     for expert in range(sizes.experts):
         parts = mlp(f"{inner}.experts.local_experts.{expert}", sizes.expert_ffn, cluster.expert_tp)
-        found += [part._replace(expert=expert) for part in parts]
-    return found
+        layer_parts += [part._replace(expert=expert) for part in parts]
+    return layer_parts
 
 
 def stage_model(parts: Sequence[Part]) -> nn.Module:
-    """Modules on the meta device with these parameters, whole, under these names."""
+    """Return modules on the meta device with these parameters, whole, under these names."""
     root = nn.Module()
     with torch.device("meta"):
         for part in parts:
@@ -208,9 +208,9 @@ class Wrapped(NamedTuple):
     """What one of Megatron's optimizers holds on the ranks that share it.
 
     Attributes:
-        parts: Parameters.
-        cluster: How these ranks cut them.
-        places: Where in the stage these ranks lie.
+        parts: Parameters of the optimizer.
+        cluster: Ranks over which they are cut.
+        places: Places of these ranks in the stage.
     """
 
     parts: list[Part]
@@ -219,27 +219,27 @@ class Wrapped(NamedTuple):
 
 
 def wrapped(parts: Sequence[Part], cluster: Cluster) -> Iterator[Wrapped]:
-    """A stage's parameters by optimizer: one for all, or one for each share of the experts and one for the rest.
+    """Yield a stage's parameters by optimizer: one for all, or one per share of the experts and one for the others.
 
     Args:
-        parts: Parts of the stage.
-        cluster: How it is cut.
+        parts: Parameters of the stage.
+        cluster: Ranks over which the stage is cut.
     """
     shared = cluster.ep > 1
-    rest = [part for part in parts if part.expert is None or not shared]
-    yield Wrapped(rest, cluster, range(cluster.tp * cluster.dp))
+    others = [part for part in parts if part.expert is None or not shared]
+    yield Wrapped(others, cluster, range(cluster.tp * cluster.dp))
     experts = [part for part in parts if part.expert is not None]
     count = 1 + max((part.expert or 0 for part in experts), default=0)
     for share in range(cluster.ep if shared and experts else 0):
-        own = [part for part in experts if (part.expert or 0) * cluster.ep // count == share]
-        yield Wrapped(own, cluster.of_experts, cluster.expert_places(share))
+        owned = [part for part in experts if (part.expert or 0) * cluster.ep // count == share]
+        yield Wrapped(owned, cluster.of_experts, cluster.expert_places(share))
 
 
 class StageSource(LayoutSource):
-    """What an imagined rank knows of its stage: the tensor-parallel groups, and who needs gradients.
+    """The source of an imagined rank of a stage, with tensor-parallel groups and the use of gradients.
 
     Args:
-        cluster: Its sizes.
+        cluster: Ranks of the stage.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -257,16 +257,16 @@ class StageSource(LayoutSource):
 def rank_contents(
     parts: Sequence[Part], groups: Mapping[str, int], cluster: Cluster, stage: int, bucket: int | None = None
 ) -> list[list[TensorContents]]:
-    """What the tensors of every rank of a stage store, tensor-parallel ranks next to each other.
+    """Return what the tensors of every rank of a stage store, tensor-parallel ranks next to each other.
 
     Args:
-        parts: Parts of the stage.
-        groups: The param group of each parameter, by name.
-        cluster: How it is cut.
-        stage: Which one. Its first chunk has several buckets if it is the first, every other one has a single one.
+        parts: Parameters of the stage.
+        groups: Param group of each parameter, by name.
+        cluster: Ranks over which the stage is cut.
+        stage: Number of the stage. The first stage's first chunk has several buckets, every other chunk has one.
         bucket: Elements of a bucket; None: Megatron's default.
     """
-    found = []
+    contents_of_ranks = []
     buckets = list(_all_buckets(parts, cluster, stage, bucket)) if cluster.distributed else []
     for data in range(cluster.dp):
         held = dict(_shard(buckets, cluster.dp, data)) if cluster.distributed else {}
@@ -279,18 +279,18 @@ def rank_contents(
                     contents.append(
                         TensorContents(groups[part.name], slices_of_part(part, cluster.tp, rank, start, end, copy))
                     )
-            found.append(contents)
-    return found
+            contents_of_ranks.append(contents)
+    return contents_of_ranks
 
 
 class _Range(NamedTuple):
     start: int
     end: int
-    places: dict[str, tuple[int, int]]  # of parameters in the buffer
+    places: dict[str, tuple[int, int]]  # ranges of parameters in the buffer
 
 
 def _all_buckets(parts: Sequence[Part], cluster: Cluster, stage: int, bucket: int | None) -> Iterator[_Range]:
-    """Buckets of every chunk's buffer."""
+    """Yield the buckets of every chunk's buffer."""
     most = bucket or max(_BUCKET, _BUCKET_PER_RANK * cluster.dp)
     for chunk in sorted({part.chunk for part in parts}):
         several = cluster.overlap and stage == 0 and chunk == 0
@@ -299,14 +299,14 @@ def _all_buckets(parts: Sequence[Part], cluster: Cluster, stage: int, bucket: in
 
 def _buckets(parts: Sequence[Part], cluster: Cluster, limit: int | None) -> list[_Range]:
     divisor = math.lcm(cluster.dp, _BUCKET_END)
-    found: list[_Range] = []
+    ranges: list[_Range] = []
     begin = position = 0
     places: dict[str, tuple[int, int]] = {}
 
     def close(end: int) -> int:
         nonlocal begin, places
-        found.append(_Range(begin, -(-end // divisor) * divisor, places))
-        begin, places = found[-1].end, {}
+        ranges.append(_Range(begin, -(-end // divisor) * divisor, places))
+        begin, places = ranges[-1].end, {}
         return begin
 
     for part in reversed(parts):
@@ -319,11 +319,11 @@ def _buckets(parts: Sequence[Part], cluster: Cluster, limit: int | None) -> list
             position = close(position)
     if places:
         close(position)
-    return found
+    return ranges
 
 
 def _shard(buckets: Sequence[_Range], ways: int, rank: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    """For each parameter, the elements of it in a data-parallel rank's part of its bucket."""
+    """Yield, for each parameter, its elements in a data-parallel rank's part of its bucket."""
     for bucket in buckets:
         size = (bucket.end - bucket.start) // ways
         first = bucket.start + rank * size
@@ -334,7 +334,7 @@ def _shard(buckets: Sequence[_Range], ways: int, rank: int) -> Iterator[tuple[st
 
 
 def slices_of_part(part: Part, tp: int, rank: int, start: int, end: int, copy: int) -> tuple[Slice, ...]:
-    """Elements of a flattened shard in terms of the whole parameter, as ``megatron_patches.parameters`` gives them."""
+    """Return elements of a flattened shard in terms of the parameter, as ``megatron_patches.parameters`` does."""
     if part.dim is None:
         return (Slice(part.name, start, end, 0, None, copy * tp + rank),)
     if part.dim == 1:
@@ -342,10 +342,10 @@ def slices_of_part(part: Part, tp: int, rank: int, start: int, end: int, copy: i
         columns = (rank * width, (rank + 1) * width) if tp > 1 else None
         return (Slice(part.name, start, end, 0, columns, copy),)
     numel = part.shard(tp) // part.strips
-    found = []
+    slices = []
     for strip in range(part.strips):
         low, high = max(start, strip * numel), min(end, (strip + 1) * numel)
         if low < high:
             shift = (strip * (tp - 1) + rank) * numel
-            found.append(Slice(part.name, low + shift, high + shift, low - start, None, copy))
-    return tuple(found)
+            slices.append(Slice(part.name, low + shift, high + shift, low - start, None, copy))
+    return tuple(slices)

@@ -1,4 +1,4 @@
-"""Models from a few numbers, a configuration or a function, on the meta device: shapes without weights."""
+"""Models are made on the meta device from a few numbers, a configuration or a function: shapes without weights."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ __all__ = ["KNOWN", "Sizes", "active_parameters", "build", "from_config", "sizes
 
 @dataclass(frozen=True)
 class Sizes:
-    """A decoder of language models.
+    """The sizes of a decoder language model.
 
     Attributes:
         family: ``"gpt2"`` (learned positions, biases, tied head) or ``"llama"`` (SwiGLU, no biases).
-        layers: Transformer blocks.
+        layers: Number of transformer blocks.
         hidden: Width.
-        heads: Attention heads.
-        kv_heads: Key-value heads.
+        heads: Number of attention heads.
+        kv_heads: Number of key-value heads.
         ffn: Width inside the MLP.
-        vocab: Token ids.
+        vocab: Number of token ids.
         positions: Longest sequence.
         tied: Whether head and embedding are one weight.
-        experts: In every block, in place of its MLP; 0: none.
+        experts: Number of experts in every block, in place of its MLP; 0: none.
         expert_ffn: Width inside an expert.
-        per_token: Experts that a token is sent to.
+        per_token: Number of experts that a token is sent to.
     """
 
     family: str
@@ -49,22 +49,22 @@ class Sizes:
     per_token: int = 2
 
     def config(self) -> dict[str, Any]:
-        """The same as a Hugging Face configuration."""
+        """Return the sizes as a Hugging Face configuration."""
         if self.family == "gpt2":
             return {
                 **{"model_type": "gpt2", "vocab_size": self.vocab, "n_positions": self.positions},
                 **{"n_embd": self.hidden, "n_layer": self.layers, "n_head": self.heads, "n_inner": self.ffn},
                 **{"tie_word_embeddings": self.tied, "bos_token_id": None, "eos_token_id": None},
             }
-        found: dict[str, Any] = {
+        config: dict[str, Any] = {
             **{"model_type": "llama", "vocab_size": self.vocab, "max_position_embeddings": self.positions},
             **{"hidden_size": self.hidden, "num_hidden_layers": self.layers, "num_attention_heads": self.heads},
             **{"num_key_value_heads": self.kv_heads, "intermediate_size": self.ffn, "tie_word_embeddings": self.tied},
         }
         if self.experts:
             chosen = {"num_local_experts": self.experts, "num_experts_per_tok": self.per_token}
-            found |= {"model_type": "mixtral", "intermediate_size": self.expert_ffn, **chosen}
-        return found
+            config |= {"model_type": "mixtral", "intermediate_size": self.expert_ffn, **chosen}
+        return config
 
 
 def _gpt2(layers: int, hidden: int, heads: int) -> Sizes:
@@ -83,17 +83,17 @@ KNOWN: Mapping[str, Sizes] = {
     "mixtral-8x7b": Sizes("llama", 32, 4096, 32, 8, 14336, 32000, 32768, False, 8, 14336, 2),
     "mixtral-8x22b": Sizes("llama", 56, 6144, 48, 8, 16384, 32768, 65536, False, 8, 16384, 2),
 }
-"""Sizes by name: those of GPT-2, of Llama 3.1 and 3.2, and of Mixtral."""
+"""Sizes of GPT-2, Llama 3.1 and 3.2, and Mixtral, by name."""
 
 
 def sizes_of(config: Mapping[str, Any]) -> Sizes:
-    """What a configuration of GPT-2's or Llama's kind says.
+    """Return the sizes in a configuration of GPT-2's or Llama's kind.
 
     Args:
-        config: Config of Hugging Face.
+        config: Configuration of Hugging Face.
 
     Raises:
-        ValueError: It is of another kind.
+        ValueError: The configuration is of another kind.
     """
     kind = config.get("model_type")
     if kind == "gpt2":
@@ -126,20 +126,20 @@ def sizes_of(config: Mapping[str, Any]) -> Sizes:
 
 
 def active_parameters(model: nn.Module, config: Mapping[str, Any] | None) -> int:
-    """Elements that a token meets: of experts those it is sent to, as far as the configuration says how many.
+    """Return the number of elements that a token meets, with a share of the experts if the configuration has one.
 
     Args:
-        model: On the meta device or elsewhere.
-        config: Config of Hugging Face, if there is one.
+        model: Model on the meta device or elsewhere.
+        config: Configuration of Hugging Face, if there is one.
     """
     config = config or {}
     every = next((config[key] for key in _EXPERTS if config.get(key)), 0)
     chosen = config.get("num_experts_per_tok") or every
-    found = 0.0
+    elements = 0.0
     for name, parameter in model.named_parameters():
         share = chosen / every if every and ".experts." in f".{name}" else 1.0
-        found += share * parameter.numel()
-    return round(found)
+        elements += share * parameter.numel()
+    return round(elements)
 
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -152,14 +152,14 @@ def with_function(text: str) -> bool:
 
 
 def build(text: str) -> tuple[nn.Module, Mapping[str, Any] | None]:
-    """A model on the meta device.
+    """Return a model on the meta device.
 
     Args:
         text: A name of :data:`KNOWN`, a Hugging Face configuration or a folder with one, or ``module:function`` of a
-            function without arguments that returns the model; the working directory is searched too.
+            function without arguments that returns the model; the working directory is searched, too.
 
     Returns:
-        The model, and its configuration where there is one.
+        The model, and its configuration if there is one.
 
     Raises:
         ValueError: There is no such model.
@@ -184,14 +184,14 @@ def build(text: str) -> tuple[nn.Module, Mapping[str, Any] | None]:
 
 
 def from_config(config: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, Any]]:
-    """A model of a Hugging Face configuration on the meta device, and the configuration."""
+    """Return a model of a Hugging Face configuration on the meta device, and the configuration."""
     import transformers
 
-    known = transformers.AutoConfig.for_model(**config)
+    config_object = transformers.AutoConfig.for_model(**config)
     names = config.get("architectures") or []
-    kind = next((found for name in names if (found := getattr(transformers, name, None))), None)
+    kind = next((candidate for name in names if (candidate := getattr(transformers, name, None))), None)
     with torch.device("meta"):
-        model: nn.Module = kind(known) if kind else transformers.AutoModelForCausalLM.from_config(known)
+        model: nn.Module = kind(config_object) if kind else transformers.AutoModelForCausalLM.from_config(config_object)
     return model, config
 
 

@@ -1,4 +1,4 @@
-"""The optimizer that a configuration names, built on a model without weights."""
+"""This module builds the optimizer that a configuration names on a model without weights."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Chosen:
     """An optimizer of ours and how it will run.
 
     Attributes:
-        name: Lower-case.
-        params: Options as the file has them.
+        name: Name in lower case.
+        params: Options in the file's form.
         deepspeed: The DeepSpeed configuration; None for Megatron's flags.
-        flags: Megatron's, as words.
+        flags: Megatron's flags, as words.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Chosen:
 
 
 def chosen(config: Path | None, optimizer: str | None, flags: list[str]) -> Chosen:
-    """What the command line names.
+    """Return the optimizer that the command line names.
 
     Args:
         config: A DeepSpeed JSON, or a YAML file of Megatron's flags.
         optimizer: A name whose packaged options are taken instead of those of ``config``.
-        flags: Megatron's, typed; they win over those of a file.
+        flags: Typed flags of Megatron, which count before those of a file.
 
     Raises:
         ValueError: No optimizer of ours is named, or its options are wrong.
@@ -56,18 +56,18 @@ def chosen(config: Path | None, optimizer: str | None, flags: list[str]) -> Chos
     words = [*(read_flags(config) if yaml and config is not None else []), *flags]
     deepspeed = None if yaml or config is None else read_config(config)
     if words and deepspeed is None:
-        found = _of_flags(words, optimizer, flags)
+        picked = _of_flags(words, optimizer, flags)
     else:
         block = deepspeed_config(optimizer or "mars-m")["optimizer"] if optimizer or deepspeed is None else {}
         block = block or deepspeed.get("optimizer")  # type: ignore[union-attr]
         if not isinstance(block, Mapping) or "type" not in block:
             raise ValueError('config has no "optimizer" block with a "type"; add one or choose with --optimizer')
-        found = Chosen(str(block["type"]).lower(), dict(block.get("params") or {}), deepspeed or {})
-    if found.name not in BY_NAME:
-        ours = f"{', '.join(BY_SPELLING)}{misspelt(found.name, BY_SPELLING)}"
-        raise ValueError(f"the optimizer is {found.name!r}: it must be one of ours, {ours}")
-    check_options({"type": found.name, "params": found.params})
-    return found
+        picked = Chosen(str(block["type"]).lower(), dict(block.get("params") or {}), deepspeed or {})
+    if picked.name not in BY_NAME:
+        ours = f"{', '.join(BY_SPELLING)}{misspelt(picked.name, BY_SPELLING)}"
+        raise ValueError(f"the optimizer is {picked.name!r}: it must be one of ours, {ours}")
+    check_options({"type": picked.name, "params": picked.params})
+    return picked
 
 
 def _of_flags(words: list[str], optimizer: str | None, typed: list[str]) -> Chosen:
@@ -77,7 +77,7 @@ def _of_flags(words: list[str], optimizer: str | None, typed: list[str]) -> Chos
             f"--optimizer is {name!r}: it must be one of ours, {', '.join(BY_NAME)}{misspelt(name, BY_NAME)}"
         )
     params: dict[str, Any] = {}
-    # A file's are those of the optimizer that it names.
+    # The flags of a file belong to the optimizer that it names.
     of_it = words if optimizer is None or flag_value(words, "--optimizer") == optimizer else typed
     table = BY_NAME[name.lower()].optimizer.options_type.table()
     prefix = f"--{BY_NAME[name.lower()].optimizer.options_type.flag('')}"
@@ -91,7 +91,7 @@ def _of_flags(words: list[str], optimizer: str | None, typed: list[str]) -> Chos
 
 
 def _values_of(words: list[str], flag: str) -> Any:
-    """What follows a flag the last time it is given: a value, a list, True for none; None where it is not given."""
+    """Return what follows a flag the last time it is given: a value, a list, or True for nothing; None without it."""
     places = [index for index, word in enumerate(words) if word == flag or word.startswith(f"{flag}=")]
     if not places:
         return False if f"--no-{flag.removeprefix('--')}" in words else None
@@ -118,28 +118,28 @@ def _read(text: str) -> Any:
 
 
 def flag_value(words: list[str] | tuple[str, ...], flag: str) -> str | None:
-    """The value of a flag, the last one given."""
+    """Return the value of a flag, the last one if it is given several times."""
     value = _values_of(list(words), flag)
     return None if value is None or isinstance(value, bool) else str(value)
 
 
 def built(picked: Chosen, model: nn.Module, fused: Mapping[str, FusedShape] = MappingProxyType({})) -> ShardedOptimizer:
-    """The optimizer on a model's parameters, which may be on the meta device; MKOR has captured it.
+    """Return the optimizer on a model's parameters, which may be on the meta device; MKOR has captured the model.
 
     Args:
-        picked: What was chosen.
+        picked: Optimizer to build.
         model: The model.
-        fused: What is known of weights that hold several matrices, by name, beyond what modules show.
+        fused: Logical matrices of weights, by name, beyond those that modules show.
 
     Raises:
-        ValueError: It refuses its options, or would take no matrix.
+        ValueError: The optimizer refuses its options, or would take no matrix.
     """
     if picked.params.get("store_param_remainders"):
-        model.to(torch.bfloat16)  # of nothing else there are remainders
+        model.to(torch.bfloat16)  # only bf16 weights have remainders
     annotate(model)
-    for name, known in fused.items():
+    for name, parts in fused.items():
         parameter = model.get_parameter(name)
-        attach_info(parameter, replace(info_of(parameter, name, name), fused=known))
+        attach_info(parameter, replace(info_of(parameter, name, name), fused=parts))
     named = BY_NAME[picked.name]
     params = {key: value for key, value in picked.params.items() if value != "auto"}
     keywords = named.complete(params, picked.name, instead=named.optimizer.__name__)

@@ -1,4 +1,4 @@
-"""What of the exchange is hidden behind computation: the batches of a step on one network and one device a rank."""
+"""This module computes how much of the exchange overlaps with computation, with one network and a device per rank."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["BatchLoad", "Pipeline", "Span", "Speeds", "pipeline_of", "run_throug
 
 
 class BatchLoad(NamedTuple):
-    """What one batch asks of the ranks, by their places.
+    """The work of one batch on the ranks, by their places.
 
     Attributes:
         volume: Bytes that travel.
-        flops: Flops of the matrix rule.
-        delivered: Elements that a rank steps when the results are there.
+        flops: Operations of the matrix rule.
+        delivered: Elements that a rank steps when results have arrived.
     """
 
     volume: BatchVolume
@@ -34,8 +34,8 @@ class Pipeline:
     """The batches of one unit, in order.
 
     Attributes:
-        places: The ranks that join its messages.
-        batches: What travels, or is computed in between.
+        places: Places of the ranks that take part in its messages.
+        batches: Batches that travel and are computed.
         in_place: Floating-point operations of matrices that are stepped where they lie, by place.
     """
 
@@ -44,21 +44,21 @@ class Pipeline:
     in_place: Mapping[int, float]
 
     def sent(self) -> dict[int, Traffic]:
-        """By place."""
+        """Return what each rank sends, by place."""
         return sent_in((batch.volume for batch in self.batches), self.places)
 
     def delivered(self, place: int) -> int:
-        """Elements that a rank steps when results are there."""
+        """Return the number of elements that a rank steps when results have arrived."""
         return sum(batch.delivered.get(place, 0) for batch in self.batches)
 
 
 class Speeds(NamedTuple):
-    """Seconds of what a step does.
+    """Functions that return the seconds of a step's parts.
 
     Attributes:
-        message: Message of all ranks.
-        compute: Of so many operations of the matrix rule.
-        deliver: Of so many elements' last pass.
+        message: Seconds of a message of all ranks.
+        compute: Seconds of so many operations of the matrix rule.
+        deliver: Seconds of the last pass over so many elements.
     """
 
     message: Callable[[Flow], float]
@@ -67,7 +67,7 @@ class Speeds(NamedTuple):
 
 
 class Span(NamedTuple):
-    """When a phase of a batch lasts, from the rank that begins first to the one that ends last, in seconds."""
+    """The time of a batch's phase in seconds, from the rank that begins first to the one that ends last."""
 
     phase: str
     number: int
@@ -76,12 +76,12 @@ class Span(NamedTuple):
 
 
 def pipeline_of(exchange: MatrixExchange, work: StepCosts, places: Sequence[int]) -> Pipeline:
-    """The batches of a unit that is planned or imagined.
+    """Return the batches of a unit that is planned or imagined.
 
     Args:
-        exchange: The unit's.
-        work: The unit's.
-        places: Places of its ranks, among all.
+        exchange: Exchange of the unit.
+        work: Costs of the unit's step.
+        places: Places of its ranks among all ranks.
     """
     layout, plan = exchange.layout, exchange.plan
     batches: list[BatchLoad] = []
@@ -110,17 +110,17 @@ def _placed(flow: Flow, places: Sequence[int]) -> Flow:
 
 
 def run_through(pipeline: Pipeline, free: list[float], speeds: Speeds) -> list[Span]:
-    """Go through the phases of a step as :func:`rankwise.step.matrices.phases` has them.
+    """Go through the phases of a step in the order of :func:`rankwise.step.matrices.phases`.
 
     A message begins when the one before it has ended and all ranks have come to it, and ends for all at once.
 
     Args:
-        pipeline: The batches.
-        free: When each place's device is free; overwritten with when it is free again.
+        pipeline: Batches of a unit.
+        free: Time at which each place's device is free, which is overwritten with the time after the step.
         speeds: Speeds of network and device.
 
     Returns:
-        The phases in their order.
+        The times of the phases, in their order.
     """
     spans: list[Span] = []
     arrived: dict[tuple[str, int], float] = {}

@@ -1,4 +1,4 @@
-"""What is to be planned, from options, a DeepSpeed JSON and Megatron's flags."""
+"""Options, a DeepSpeed JSON and Megatron's flags become a request for a plan here."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _RANKS = 8
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be planned.
+    """A request for a plan.
 
     Attributes:
         picked: The optimizer.
         cluster: The ranks.
-        model: On the meta device, under DeepSpeed and FSDP2.
+        model: Model on the meta device, under DeepSpeed and FSDP2.
         sizes: Sizes of the model, under Megatron.
         tokens: Tokens of a global batch.
-        config: The model's of Hugging Face, if it has one.
+        config: Hugging Face configuration of the model, if it has one.
     """
 
     picked: Chosen
@@ -42,7 +42,7 @@ class Asked:
     config: Mapping[str, Any] | None = None
 
     def figures(self) -> Figures:
-        """The plan."""
+        """Compute the plan."""
         if self.sizes is not None:
             return megatron_figures(self.picked, self.sizes, self.cluster)
         assert self.model is not None
@@ -51,18 +51,18 @@ class Asked:
         return deepspeed_figures(self.picked, self.model, self.cluster, self.config)
 
     def changed(self, picked: Chosen, cluster: Cluster) -> Asked:
-        """The same with another optimizer or other ranks."""
+        """Return the request with another optimizer or other ranks."""
         return replace(self, picked=picked, cluster=cluster)
 
 
 def answered(question: Question) -> Asked:
-    """Put together what was asked.
+    """Make a request of a question.
 
     Raises:
-        ValueError: Names the option, its value and what it must be.
+        ValueError: An option is wrong; the message names it, its value and what it must be.
     """
     picked = chosen(question.config, question.optimizer, list(question.flags))
-    words = picked.flags  # of the file and typed
+    words = picked.flags  # flags of the file, and typed ones
     question = replace(question, flags=words)
     engine = _engine(question, picked)
     if engine == "fsdp":
@@ -78,7 +78,7 @@ def answered(question: Question) -> Asked:
             precision=question.precision or _precision(deepspeed),
         )
         model, config = _model(question)
-        # Ranks of tensor parallelism see the same tokens.
+        # Tensor-parallel ranks share tokens.
         tokens = _tokens(replace(question, ranks=cluster.dp), deepspeed)
         return Asked(picked, cluster, model, None, tokens, config)
     sizes, ways = _sizes(question), _ways(question)
@@ -94,14 +94,14 @@ def answered(question: Question) -> Asked:
 
 
 def _engine(question: Question, picked: Chosen) -> str:
-    """What the run is under, typed or by what else was.
+    """Return the engine of the run, which was typed or follows from other options.
 
     Raises:
-        ValueError: There is no such engine, or it has no use for something else that was typed.
+        ValueError: There is no such engine, or it does not read another option that was typed.
     """
     ways = [name for name in _MEGATRON_WAYS if (getattr(question, name) or 1) > 1]
     if question.engine == "deepspeed" and picked.deepspeed is not None:
-        ways = [name for name in ways if name != "tp"]  # AutoTP's
+        ways = [name for name in ways if name != "tp"]  # AutoTP has tp, too
     megatron = picked.deepspeed is None or bool(ways)
     engine = question.engine or ("fsdp" if question.mesh is not None else "megatron" if megatron else "deepspeed")
     if engine not in ENGINES:
@@ -116,7 +116,7 @@ def _engine(question: Question, picked: Chosen) -> str:
 
 
 def _on_a_mesh(question: Question, picked: Chosen) -> Asked:
-    """Under FSDP2; of a DeepSpeed JSON the optimizer and the batch count."""
+    """Make a request for FSDP2, which takes optimizer and batch of a DeepSpeed JSON."""
     if question.stage is not None:
         raise ValueError(f"stage is {question.stage}, which is ZeRO's; under FSDP2 leave it out")
     mesh = Mesh.read(f"dp={question.ranks or _RANKS}" if question.mesh is None else question.mesh)
@@ -126,7 +126,7 @@ def _on_a_mesh(question: Question, picked: Chosen) -> Asked:
         )
     model, config = _model(question)
     cluster = Cluster(mesh.ranks, None, precision=question.precision or "fp32", mesh=mesh)
-    # Ranks of tensor parallelism see the same tokens.
+    # Tensor-parallel ranks share tokens.
     tokens = _tokens(replace(question, ranks=mesh.ranks // mesh.tp), picked.deepspeed or {})
     return Asked(picked, cluster, model, None, tokens, config)
 
@@ -142,17 +142,17 @@ _MEGATRON_WAYS = {
 
 
 def _ways(question: Question) -> dict[str, Any]:
-    """Over how many ranks things are cut, typed or by Megatron's flags."""
-    found: dict[str, Any] = {}
+    """Return the numbers of ranks of each parallelism, which were typed or come from Megatron's flags."""
+    ways: dict[str, Any] = {}
     for name, flag in _MEGATRON_WAYS.items():
         given = getattr(question, name) or flag_value(question.flags, flag)
         if given:
-            found[name] = int(given)
-    return {"tp": 1, "pp": 1, **found}
+            ways[name] = int(given)
+    return {"tp": 1, "pp": 1, **ways}
 
 
 def _chunks(words: tuple[str, ...], sizes: Sizes, stages: int) -> int:
-    """Model chunks of a stage, which Megatron also takes as the number of layers in each."""
+    """Return the number of a stage's model chunks, for which Megatron also takes the layers of each."""
     layers = flag_value(words, "--num-layers-per-virtual-pipeline-stage")
     if not layers:
         return int(flag_value(words, _MEGATRON_WAYS["vpp"]) or 1)
@@ -171,8 +171,8 @@ def _stage(config: Mapping[str, Any]) -> int:
     stage = (config.get("zero_optimization") or {}).get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_optimization.stage is {stage!r}: it must be 0, 1, 2 or 3")
-    found: int = stage
-    return found
+    number: int = stage
+    return number
 
 
 def _autotp(config: Mapping[str, Any]) -> int:
@@ -193,12 +193,12 @@ def _tokens(question: Question, config: Mapping[str, Any]) -> int:
         samples = micro * int(config.get("gradient_accumulation_steps") or 1) * (question.ranks or _RANKS)
     try:
         return int(samples) * int(flag_value(question.flags, "--seq-length") or question.seq_len)
-    except (TypeError, ValueError):  # "auto", or nothing
+    except (TypeError, ValueError):  # the value is "auto", or absent
         return _BATCH_TOKENS
 
 
 def _family(question: Question) -> Sizes | None:
-    """The model of which sizes were given."""
+    """Return the sizes of a family's model if some were typed."""
     words = question.flags
     layers = question.layers or flag_value(words, "--num-layers")
     hidden = question.hidden or flag_value(words, "--hidden-size")

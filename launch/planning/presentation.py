@@ -1,4 +1,4 @@
-"""A plan as tables, as JSON and as a picture."""
+"""This module shows a plan in tables, as JSON and in a picture."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def show(console: Console, name: str, found: Figures, cluster: Cluster, costs: l
     Args:
         console: Console to print to.
         name: Name of the optimizer.
-        found: The plan.
-        cluster: Its ranks.
-        costs: For each kind of device.
-        links: What they were computed with.
+        found: Figures of the plan.
+        cluster: Ranks of the plan.
+        costs: Costs on each kind of device.
+        links: Links that the costs were computed with.
     """
     console.print(f"{name}: {cluster.words}", markup=False)
     met = f", {found.active / 1e9:.3f} B for each token" if round(found.active) < found.parameters else ""
@@ -90,14 +90,14 @@ def _owned(found: Figures) -> list[int]:
 
 
 def as_json(name: str, found: Figures, cluster: Cluster, costs: list[Cost], links: Links) -> dict[str, Any]:
-    """The same for programs, and of every rank and matrix.
+    """Return the plan for programs, with every rank and matrix.
 
     Args:
         name: Name of the optimizer.
-        found: The plan.
-        cluster: Its ranks.
-        costs: For each kind of device.
-        links: What they were computed with.
+        found: Figures of the plan.
+        cluster: Ranks of the plan.
+        costs: Costs on each kind of device.
+        links: Links that the costs were computed with.
     """
     sent = max(found.ranks, key=lambda rank: rank.bytes_sent)
     inside, across = links.shares(sent.bytes_sent, found.exchanging)
@@ -151,13 +151,13 @@ def as_json(name: str, found: Figures, cluster: Cluster, costs: list[Cost], link
 
 
 def draw(name: str, found: Figures, cluster: Cluster, path: Path) -> None:
-    """State and work of every rank as a picture.
+    """Draw state and work of every rank.
 
     Args:
         name: Name of the optimizer.
-        found: The plan.
-        cluster: Its ranks.
-        path: The PNG to write.
+        found: Figures of the plan.
+        cluster: Ranks of the plan.
+        path: PNG to write.
 
     Raises:
         ModuleNotFoundError: There is no matplotlib.

@@ -1,4 +1,4 @@
-"""What is to be planned and how it is judged, as it was typed: the options of ``rankwise plan``."""
+"""The options of ``rankwise plan`` say what to plan, and how to judge it."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ VocabSize = Annotated[int | None, count("Token ids.", MODEL)]
 
 @dataclass(frozen=True)
 class Question:
-    """What was typed; None for what was not.
+    """The options that were typed; None for others.
 
     Attributes:
         config: A DeepSpeed JSON or a YAML file of Megatron's flags.
         optimizer: A name, with its packaged options.
-        model: See :func:`rankwise.launch.planning.model_shapes.build`; or a family with the next four.
-        layers: Layers of a family.
-        hidden: Of a family.
-        heads: Heads of a family.
-        vocab_size: Vocab size of a family.
-        engine: A name of :data:`rankwise.launch.planning.plan_request.ENGINES`; by default what the rest speaks of.
-        mesh: Mesh of FSDP2, as :meth:`rankwise.launch.planning.cluster.Mesh.read` reads it.
-        ranks: All; of a mesh, as many as it has, else 8.
+        model: A model for :func:`rankwise.launch.planning.model_shapes.build`, or a family with the next four.
+        layers: Number of transformer blocks of a family's model.
+        hidden: Width of a family's model.
+        heads: Number of attention heads of a family's model.
+        vocab_size: Number of token ids of a family's model.
+        engine: A name of :data:`rankwise.launch.planning.plan_request.ENGINES`; by default it follows from the others.
+        mesh: Mesh of FSDP2, which :meth:`rankwise.launch.planning.cluster.Mesh.read` reads.
+        ranks: Number of all ranks; by default those of the mesh, else 8.
         stage: ZeRO stage.
-        tp: Tensor-parallel ranks.
-        pp: Pipeline stages.
-        cp: Context-parallel ranks.
-        vpp: Model chunks of a pipeline stage.
-        ep: Expert-parallel ranks.
-        etp: Ranks an expert's matrix is cut over.
+        tp: Number of tensor-parallel ranks.
+        pp: Number of pipeline stages.
+        cp: Number of context-parallel ranks.
+        vpp: Number of model chunks of a pipeline stage.
+        ep: Number of expert-parallel ranks.
+        etp: Number of ranks that an expert's matrix is cut over.
         precision: Precision of the weights.
-        batch_tokens: Batch tokens of a global batch.
+        batch_tokens: Tokens of a global batch.
         seq_len: Tokens of a sample.
-        flags: Megatron's.
+        flags: Flags of Megatron.
     """
 
     config: PlanConfig = None
@@ -88,15 +88,15 @@ class Question:
 
 @dataclass(frozen=True)
 class Goal:
-    """What the plan is to keep to, and how it is told.
+    """The limits of the plan, and the form of the answer.
 
     Attributes:
         efficiency: Share of the peak that products reach.
-        max_state_gb: GiB of states on the fullest rank.
-        max_overhead: Share of a training step.
-        gpu: That this is judged on, see :func:`rankwise.launch.planning.devices.device_of`.
-        png: Where a picture goes.
-        as_json: For programs.
+        max_state_gb: Most GiB of states on the fullest rank.
+        max_overhead: Largest share of a training step.
+        gpu: Device on which this is judged, for :func:`rankwise.launch.planning.devices.device_of`.
+        png: File for a picture.
+        as_json: Whether the answer is for programs.
     """
 
     efficiency: Annotated[float, share("Share of peak FLOP/s.", SPEED, least=0.01, most=1)] = 0.4
@@ -110,10 +110,10 @@ class Goal:
 
     @property
     def most(self) -> float | None:
-        """``max_overhead`` as a number.
+        """Return ``max_overhead`` as a number.
 
         Raises:
-            ValueError: It is no share.
+            ValueError: The value is no share.
         """
         text = self.max_overhead
         if text is None:

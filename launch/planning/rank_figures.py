@@ -1,4 +1,4 @@
-"""The plan of a run: of every rank what it holds, sends and computes, and who owns what."""
+"""The plan of a run says what every rank holds, sends and computes, and which matrices it owns."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from rankwise.step.optimizer import ShardedOptimizer
 __all__ = ["Figures", "deepspeed_figures", "fsdp_figures", "megatron_figures"]
 
 ADAMW = 8
-"""Bytes of AdamW's state for each element."""
+"""Bytes of AdamW's states for each element."""
 _MASTER = 4
 _DEEPSPEED_ALIGNMENT = 2
 
 
 @dataclass
 class Figures:
-    """What is known of a run before it.
+    """The figures of a run before it begins.
 
     Attributes:
-        ranks: Ranks of every rank, in the order of their numbers; under Megatron stage by stage.
-        weights: Bytes of the model's weights of every rank.
-        gradients: Bytes of gradients that are kept until the step.
-        master: Bytes of fp32 weights beside the model's.
-        owners: Rank by matrix.
-        lent: How many of their states other ranks keep between steps.
+        ranks: Estimates of all ranks, in the order of their numbers; under Megatron stage by stage.
+        weights: Bytes of the model's weights on every rank.
+        gradients: Bytes of gradients on every rank that are kept until the step.
+        master: Bytes on every rank of fp32 weights beside the model's.
+        owners: Owner's rank by matrix.
+        lent: Number of matrix states that other ranks keep between steps.
         parameters: Elements of the whole model, each once.
         active: Those that a token meets.
         exchanging: Ranks among which an update's messages go; those of experts go among fewer.
@@ -67,52 +67,52 @@ class Figures:
     exchanges: list[tuple[MatrixExchange, Sequence[int]]] = field(default_factory=list)
 
     def states(self) -> list[int]:
-        """Bytes of optimizer state of every rank."""
+        """Return the bytes of optimizer states on every rank."""
         return [rank.state_bytes for rank in self.ranks]
 
     @property
     def fullest(self) -> float:
-        """The fullest rank's state over the mean."""
+        """The fullest rank's state, divided by the mean."""
         return max(self.states()) / fmean(self.states())
 
     def mean(self, of: Callable[[RankEstimate], float]) -> float:
-        """Over ranks."""
+        """Return the mean of a quantity over ranks."""
         return fmean(of(rank) for rank in self.ranks)
 
 
 def deepspeed_figures(
     picked: Chosen, model: nn.Module, cluster: Cluster, config: Mapping[str, Any] | None = None
 ) -> Figures:
-    """Under a ZeRO stage, all parameters in one param group.
+    """Return the figures under a ZeRO stage, with all parameters in one param group.
 
     Args:
         picked: The optimizer.
-        model: On the meta device.
-        cluster: With a stage.
-        config: Config of Hugging Face, which says how many experts a token is sent to.
+        model: Model on the meta device.
+        cluster: Ranks, with a ZeRO stage.
+        config: Configuration of Hugging Face, which says how many experts a token is sent to.
     """
     assert cluster.stage is not None
     optimizer = built(picked, model)
-    found = Figures(exchanging=cluster.ranks)
-    found.parameters = sum(parameter.numel() for parameter in model.parameters())
-    found.active = active_parameters(model, config)
+    figures = Figures(exchanging=cluster.ranks)
+    figures.parameters = sum(parameter.numel() for parameter in model.parameters())
+    figures.active = active_parameters(model, config)
     units, held = _units_of_zero(optimizer, model, cluster)
-    found.ranks = _estimates(found, optimizer, units, range(cluster.ranks))
-    elements = [rank.elements for rank in found.ranks]
+    figures.ranks = _estimates(figures, optimizer, units, range(cluster.ranks))
+    elements = [rank.elements for rank in figures.ranks]
     whole = held * cluster.width
-    # Replicated weights that are fp32 already are their own masters; partitions are copies.
+    # Replicated fp32 weights are their own masters; partitions are copies.
     copied = cluster.stage > 0 or cluster.precision != "fp32"
-    # What a narrow master lacks is a state of the optimizer.
+    # The bits that a narrow master lacks are a state of the optimizer.
     master = cluster.width if optimizer.options.store_param_remainders else _MASTER
-    found.master = [master * count * copied for count in elements]
-    found.weights = [count * cluster.width if cluster.stage == 3 else whole for count in elements]
-    found.gradients = [count * cluster.width if cluster.stage >= 2 else whole for count in elements]
-    found.adamw = [ADAMW * count for count in elements]
-    return found
+    figures.master = [master * count * copied for count in elements]
+    figures.weights = [count * cluster.width if cluster.stage == 3 else whole for count in elements]
+    figures.gradients = [count * cluster.width if cluster.stage >= 2 else whole for count in elements]
+    figures.adamw = [ADAMW * count for count in elements]
+    return figures
 
 
 def _units_of_zero(optimizer: ShardedOptimizer, model: nn.Module, cluster: Cluster) -> tuple[list[StepUnit], int]:
-    """The steps of all ranks, and how many elements of the model one of them holds before ZeRO partitions them."""
+    """Return the steps of all ranks, and how many elements of the model a rank holds before ZeRO partitions them."""
     assert cluster.stage is not None
     parameters = optimizer.table.parameters
     if cluster.tp == 1:
@@ -130,13 +130,13 @@ def _units_of_zero(optimizer: ShardedOptimizer, model: nn.Module, cluster: Clust
 def fsdp_figures(
     picked: Chosen, model: nn.Module, cluster: Cluster, config: Mapping[str, Any] | None = None
 ) -> Figures:
-    """Under FSDP2: every layer and then the model given to ``fully_shard``, all parameters in one param group.
+    """Return the figures under FSDP2, with ``fully_shard`` on every layer and the model, and one param group.
 
     Args:
         picked: The optimizer.
-        model: On the meta device.
-        cluster: With a mesh.
-        config: Config of Hugging Face, which says how many experts a token is sent to.
+        model: Model on the meta device.
+        cluster: Ranks, with a mesh.
+        config: Configuration of Hugging Face, which says how many experts a token is sent to.
 
     Raises:
         ValueError: The mesh cannot cut the model.
@@ -146,49 +146,49 @@ def fsdp_figures(
     optimizer = built(picked, model)
     parameters = optimizer.table.parameters
     optimizer.attach(MeshSource(parameters, cuts, cluster.mesh))
-    found = Figures(exchanging=cluster.ranks)
-    found.parameters = sum(parameter.numel() for parameter in model.parameters())
-    found.active = active_parameters(model, config)
+    figures = Figures(exchanging=cluster.ranks)
+    figures.parameters = sum(parameter.numel() for parameter in model.parameters())
+    figures.active = active_parameters(model, config)
     units = optimizer.imagine([contents_on_mesh(parameters, dict.fromkeys(parameters, 0), cuts, cluster.mesh)])
-    found.ranks = _estimates(found, optimizer, units, range(cluster.ranks))
-    for rank in found.ranks:
-        # Shards are their own masters; what is gathered for a layer's computation is not there at the step.
-        found.weights.append(rank.elements * cluster.width)
-        found.gradients.append(rank.elements * cluster.width)
-        found.master.append(0)
-        found.adamw.append(ADAMW * rank.elements)
-    return found
+    figures.ranks = _estimates(figures, optimizer, units, range(cluster.ranks))
+    for rank in figures.ranks:
+        # Shards are their own masters, and what was gathered for a layer's computation is freed before the step.
+        figures.weights.append(rank.elements * cluster.width)
+        figures.gradients.append(rank.elements * cluster.width)
+        figures.master.append(0)
+        figures.adamw.append(ADAMW * rank.elements)
+    return figures
 
 
 def megatron_figures(picked: Chosen, sizes: Sizes, cluster: Cluster) -> Figures:
-    """Under Megatron, stage by stage.
+    """Return the figures under Megatron, stage by stage.
 
     Args:
         picked: The optimizer.
         sizes: Sizes of the model.
-        cluster: Without a ZeRO stage.
+        cluster: Ranks, without a ZeRO stage.
     """
-    found = Figures(exchanging=cluster.tp * cluster.dp)
+    figures = Figures(exchanging=cluster.tp * cluster.dp)
     for stage in range(cluster.pp):
         parts = stage_parts(sizes, cluster, stage)
-        first = len(found.ranks)
+        first = len(figures.ranks)
         count = cluster.tp * cluster.dp
-        found.ranks += [RankEstimate() for _ in range(count)]
-        for sizes_of in (found.weights, found.gradients, found.master, found.adamw):
+        figures.ranks += [RankEstimate() for _ in range(count)]
+        for sizes_of in (figures.weights, figures.gradients, figures.master, figures.adamw):
             sizes_of += [0] * count
         for one in wrapped(parts, cluster):
-            _add_wrapped(found, picked, one, stage, [first + place for place in one.places])
+            _add_wrapped(figures, picked, one, stage, [first + place for place in one.places])
         again = stage > 0 and sizes.tied
         for part in parts:
             if not (part.apart and again):
                 elements = math.prod(part.shape)
-                found.parameters += elements
-                found.active += elements * (1.0 if part.expert is None else sizes.per_token / sizes.experts)
-    return found
+                figures.parameters += elements
+                figures.active += elements * (1.0 if part.expert is None else sizes.per_token / sizes.experts)
+    return figures
 
 
 def _add_wrapped(found: Figures, picked: Chosen, one: Wrapped, stage: int, places: Sequence[int]) -> None:
-    """What one optimizer of Megatron's adds to the ranks that share it."""
+    """Add what one optimizer of Megatron's holds to the ranks that share it."""
     optimizer = built(picked, stage_model(one.parts), {part.name: part.fused for part in one.parts if part.fused})
     optimizer.attach(StageSource(one.cluster))
     groups = dict.fromkeys((part.name for part in one.parts), 0)
@@ -206,7 +206,7 @@ def _add_wrapped(found: Figures, picked: Chosen, one: Wrapped, stage: int, place
 def _estimates(
     found: Figures, optimizer: ShardedOptimizer, units: Sequence[StepUnit], places: Sequence[int]
 ) -> list[RankEstimate]:
-    """What the units' ranks hold, which lie in these places; owners are entered."""
+    """Return what the units' ranks, in these places, hold, and enter their owners in the figures."""
     for unit in units:
         if unit.exchange is None:
             continue

@@ -1,1 +1,1 @@
-"""Machinery of the kernels that all rooms share: element-wise passes, CUDA graphs, compiled and Triton sources."""
+"""This room holds the kernels that several rules share: element-wise passes, 8-bit codes, Newton-Schulz products."""

@@ -1,9 +1,8 @@
-"""Which form of the shared kernels runs, chosen by device and type.
+"""This module chooses which form of the shared kernels runs, by device and type.
 
-On CPUs with a compiler they are C++ (:mod:`.native`); on CUDA, with Triton installed and in fp32, a launch serves all
-shards (:mod:`.triton`); everything else takes ``torch._foreach_*`` (:mod:`.lists`). All of them do what the pure
-functions of :mod:`rankwise.updates` and of the papers' rooms do, or oracles of the tests alone. What one paper alone
-needs is chosen in its own room.
+CPUs with a compiler take C++ (:mod:`.native`). CUDA with Triton takes launches that serve all shards in fp32
+(:mod:`.triton`). Everything else takes ``torch._foreach_*`` (:mod:`.lists`). Tests compare each form with the pure
+functions of :mod:`rankwise.updates` and of the papers' rooms. A room chooses the forms of what it alone needs.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ FORMS = ("run", "squared_norms")
 """Functions that every module offers, with the signatures of :mod:`.lists`."""
 
 TIMED = "RANKWISE_TIME_PRODUCTS"
-"""Environment variable: "1" has forms of products timed where several are in question; then runs are not repeatable to
-the bit."""
+"""Environment variable: "1" lets forms of products be timed where there are several. A run then does not repeat to the
+bit."""
 
 _forced: ModuleType | None = None
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
-    """The module whose :data:`FORMS` are the fastest.
+    """Return the module whose :data:`FORMS` are the fastest.
 
     Args:
         device: Where the tensors lie.
@@ -67,12 +66,11 @@ def is_for_cpus(module: ModuleType) -> bool:
 
 
 def newton_schulz_for(device: torch.device, timed: bool = False) -> Callable[..., torch.Tensor]:
-    """:func:`rankwise.updates.newton_schulz.newton_schulz`, or its form with half the work for the symmetric products.
+    """Return the fastest form of :func:`rankwise.updates.newton_schulz.newton_schulz`.
 
     Args:
         device: Where the tensors lie.
-        timed: Whether forms of the products may be timed if :data:`TIMED` says so, see
-            :mod:`rankwise.kernels.triton.chosen_products`.
+        timed: Whether :mod:`rankwise.kernels.triton.chosen_products` may time the products if :data:`TIMED` is set.
     """
     chosen = kernels_for(device, torch.float32)
     if chosen is native:
@@ -87,14 +85,14 @@ def newton_schulz_for(device: torch.device, timed: bool = False) -> Callable[...
 def orthogonal_steps_for(
     device: torch.device, dtype: torch.dtype, product: torch.dtype, cautious: bool = False, timed: bool = False
 ) -> Callable[[Sequence[OrthogonalStep]], None] | None:
-    """What steps many matrices where they lie, or None where there is no such form.
+    """Return what steps many matrices where they lie, or None where there is no such form.
 
     Args:
         device: Where the tensors lie.
         dtype: Their type.
         product: The type of the products.
         cautious: Whether decay depends on the step.
-        timed: As for :func:`newton_schulz_for`.
+        timed: Whether the products may be timed if :data:`TIMED` is set.
     """
     chosen = kernels_for(device, dtype)
     if chosen is native and not cautious and native_newton_schulz.takes(dtype, product):
@@ -109,11 +107,11 @@ def orthogonal_steps_for(
 
 
 def quantization_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
-    """The module whose functions on codes are the fastest, see :mod:`.quantization`.
+    """Return the module whose functions on codes are the fastest; :mod:`.quantization` describes them.
 
     Args:
         device: Where the tensors lie.
-        dtype: That of the values.
+        dtype: Type of the values.
     """
     chosen = kernels_for(device, dtype)
     if chosen is native:
@@ -126,15 +124,15 @@ def quantization_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
 
 
 def product_dtype_for(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The type in which matrices of a type are multiplied fast where they lie, without a use for more digits.
+    """Return the type in which matrices are multiplied fast where more digits would be of no use.
 
     Args:
         device: Where the matrices lie.
         dtype: Their type.
 
     Returns:
-        bfloat16 where its products are faster than float32's, torch's or our own; else float32. float64 for matrices of
-        that type, whose digits were asked for.
+        bfloat16 where torch's products or ours are faster in it than in float32, else float32. Matrices in float64 are
+        multiplied in float64, whose digits were asked for.
     """
     if dtype == torch.float64:
         return dtype

@@ -1,9 +1,10 @@
-"""Products of float32 in float32, whatever the process lets its model's be rounded to.
+"""Steps multiply float32 matrices in float32, whatever the process lets its model's products be rounded to.
 
 ``torch.set_float32_matmul_precision("high")``, and the switches that came after it, let tensor cores round the operands
-to ten bits (TF32), "medium" to seven: meant for models, and not for what follows a basis or an inverse from step to
-step. A step switches to full precision and back; nothing waits, and of what is switched to it already nothing is
-touched. The switches are the process's: products of other threads are in full precision, too, while a step lasts.
+to ten bits (TF32), "medium" to seven. That is meant for models, and spoils a basis or an inverse that is followed from
+step to step. A step therefore switches to full precision and back. The device does not wait for it, and switches that
+demand full precision already are left alone. Switches belong to the process: while a step lasts, other threads
+multiply in full precision, too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["full_precision"]
 
 _OPERATIONS = (("cuda", "matmul"), ("mkldnn", "matmul"))
 _REDUCED = ("tf32", "bf16")
-# Absent before torch 2.9, where the one older switch says it all.
+# Before torch 2.9 there is no such getter, and only the older switch.
 _get: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
 
 _lock = threading.Lock()
@@ -28,9 +29,9 @@ _restore: Callable[[], None] | None = None
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Switch to full precision, and back to what it was, also where the work raises.
+    """Switch to full precision and, at the end or where the work raises, back to what was set before.
 
-    Where several threads are inside at once the first one switches and the last one switches back.
+    If several threads are inside at once, the first one switches and the last one switches back.
     """
     global _inside, _restore
     with _lock:
@@ -54,11 +55,11 @@ def _is_reduced() -> bool:
 
 
 def _switched() -> Callable[[], None]:
-    """Switch; and what undoes it."""
+    """Switch to full precision, and return the function that switches back."""
     whole = _older()
     before = {} if _get is None else {operation: _get(*operation) for operation in _OPERATIONS}
     if whole is not None:
-        # Whoever used the older switch gets it: torch refuses to read it where the newer ones say otherwise.
+        # A user of the older switch goes on reading it: torch refuses that where the newer ones disagree with it.
         torch.set_float32_matmul_precision("highest")
     for operation in before:
         if _now(operation) in _REDUCED:
@@ -69,7 +70,7 @@ def _switched() -> Callable[[], None]:
             torch.set_float32_matmul_precision(whole)
         for operation, value in before.items():
             if _now(operation) != value:
-                # Where a wider switch says the same it goes on saying so.
+                # An operation without a value of its own follows a wider switch, which may hold the value already.
                 _set(operation, "none")
             if _now(operation) != value:
                 _set(operation, value)
@@ -78,12 +79,12 @@ def _switched() -> Callable[[], None]:
 
 
 def _older() -> str | None:
-    """What the older switch is at; None: at nothing, or the newer ones are used."""
+    """Return what the older switch is set to; None where it reduces nothing, or the newer switches are used."""
     try:
-        found = torch.get_float32_matmul_precision()
+        precision = torch.get_float32_matmul_precision()
     except RuntimeError:
         return None
-    return None if found == "highest" else found
+    return None if precision == "highest" else precision
 
 
 def _now(operation: tuple[str, str]) -> str:

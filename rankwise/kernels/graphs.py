@@ -1,4 +1,4 @@
-"""CUDA graphs: whether work is being recorded rather than done, and what cannot be recorded."""
+"""These functions say whether a CUDA graph records work instead of doing it, and refuse what cannot be recorded."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def refuse_capture(device: torch.device, what: str) -> None:
-    """Refuse what a replay would do wrong: memory made in a capture is made again by each replay.
+    """Refuse work that a replay would do wrong, because memory that a capture makes is made again by each replay.
 
     Args:
         device: Where the work is done.
-        what: What is met for the first time, for the message.
+        what: What is met for the first time; the message begins with it.
 
     Raises:
         RuntimeError: The device's stream is being captured.

@@ -1,4 +1,4 @@
-"""Values of a device that the host learns later, without waiting for them when they are asked for."""
+"""The host learns values of a device later, so that it does not wait where it asks for them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["HostCopy"]
 
 
 class HostCopy:
-    """A copy in the host's memory, under way since it was made.
+    """A copy in the host's memory, which is under way from the beginning.
 
     Args:
-        values: On any device; may be overwritten at once.
+        values: Values on any device, which may be overwritten at once.
 
     Attributes:
-        values: The copy; what it has to become, once :meth:`read` has returned.
-        is_here: Whether nobody has to wait: the values were the host's.
+        values: The copy, complete once :meth:`read` has returned.
+        is_here: Whether the values were the host's, so that nobody has to wait.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -28,13 +28,13 @@ class HostCopy:
         self.values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=pinned)
         self.values.copy_(values, non_blocking=True)
         self._arrived: torch.Event | None = None
-        # Tensors without memory, of which nothing arrives, know no events.
+        # The meta device, whose values never arrive, has no events.
         if not self.is_here and not values.is_meta:
             self._arrived = torch.Event(device)
             self._arrived.record()
 
     def read(self) -> Any:
-        """The values as Python's, in lists as deep as the tensor; waits until they have arrived."""
+        """Wait until the values have arrived, and return them as Python numbers in lists as deep as the tensor."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self.values.tolist()

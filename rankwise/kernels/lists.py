@@ -1,9 +1,9 @@
-r"""Element-wise updates on ``torch._foreach_*``: a few launches for many shards, on every device and type.
+r"""Element-wise updates on ``torch._foreach_*`` take a few launches for many shards, on every device and type.
 
-The plain form of a pass (:mod:`rankwise.kernels.passes`), and operations on lists that several rules need besides. It
-does to every tensor of its lists what the pure functions in ``rankwise.updates`` do to one. No function synchronises
-with the host. Temporaries are as large as one list, or two where ``lr`` is a tensor: split very long lists over several
-calls.
+The module has the plain form of a pass (:mod:`rankwise.kernels.passes`), and operations on lists that several rules
+need. They do to every tensor of a list what the pure functions in ``rankwise.updates`` do to one. No function
+synchronises with the host. Temporaries are as large as one list, or two where ``lr`` is a tensor: split very long lists
+over several calls.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rankwise.updates.adamw import Scalar
 __all__ = ["add_", "copy_", "corrected", "decay_", "gradients", "run", "scale_by_", "squared_norms", "subtract_scaled_"]
 
 STEPS_ON_DEVICE = True
-"""Whether a step's number may be a tensor on the device, one entry per shard, which the host never reads."""
+"""Whether the number of a step may be a tensor on the device with an entry per shard, which the host never reads."""
 
 Coefficients = Sequence[Tensor] | Tensor
 """One factor per shard: 0-d tensors, or one 1-D tensor of that many entries."""
@@ -34,41 +34,41 @@ def run(update: Pass) -> None:
     if update.is_narrow:
         run_opened(update, run)
         return
-    found, fields, scalars = gradients(update), {name: update.wide(name) for name in update.fields}, update.scalars
+    grads, fields, scalars = gradients(update), {name: update.wide(name) for name in update.fields}, update.scalars
     if update.rule == "step":
-        _decoupled_step_(fields["param"], found, scalars)
+        _decoupled_step_(fields["param"], grads, scalars)
         return
-    torch._foreach_lerp_(fields["exp_avg"], found, 1.0 - scalars.betas[0])
+    torch._foreach_lerp_(fields["exp_avg"], grads, 1.0 - scalars.betas[0])
     if update.rule == "nesterov":
-        copy_(fields["param"], _ahead(update, found))
+        copy_(fields["param"], _ahead(update, grads))
     if update.rule == "lion":
-        signs = list(torch._foreach_sign(_ahead(update, found)))
+        signs = list(torch._foreach_sign(_ahead(update, grads)))
         _decoupled_step_(fields["param"], signs, scalars)
     if update.rule == "adamw":
-        _adamw_(update, found)
+        _adamw_(update, grads)
 
 
 def gradients(update: Pass) -> Tensors:
-    """What takes the gradients' place in a pass, whose references move on."""
+    """Return the gradients of a pass, corrected and scaled as it says, and let the references advance."""
     grads, references, k = update.grads, update.references, update.scalars.k
-    found = grads if references is None else corrected(grads, references, k)
+    result = grads if references is None else corrected(grads, references, k)
     if update.factors is not None:
-        if found is grads and update.rule != "step":
-            found = [grad.clone() for grad in grads]
-        scale_by_(found, update.factors)
+        if result is grads and update.rule != "step":
+            result = [grad.clone() for grad in grads]
+        scale_by_(result, update.factors)
     if references is not None and update.scalars.advance:
         # A copy: frameworks reuse their gradient buffers, and a reference would compare g with itself.
         copy_(references, grads)
-    return found
+    return result
 
 
 def squared_norms(tensors: Tensors, references: Field | None = None, k: float = 0.0) -> Tensor:
     """Squared 2-norm of every tensor, in fp64 so that partial sums can be added over ranks.
 
     Args:
-        tensors: Gradients ``g``, or whatever is to be measured.
-        references: Comparison gradients ``h``: the norms are those of ``g + k (g - h)``.
-        k: As in a pass.
+        tensors: Tensors to be measured, for example gradients ``g``.
+        references: Gradients ``h`` to compare with; then ``g + k (g - h)`` is measured.
+        k: Factor of the change since the reference.
 
     Returns:
         (tensors,) fp64.
@@ -77,37 +77,37 @@ def squared_norms(tensors: Tensors, references: Field | None = None, k: float = 
         return torch.zeros(0, dtype=torch.float64, device="cpu")
     if isinstance(references, LowPrecisionRuns):
         return norms_with_opened(tensors, references, k, squared_norms)
-    found = tensors if references is None else corrected(tensors, references, k)
-    return torch.stack(torch._foreach_norm(found, 2, dtype=torch.float64)).square()
+    measured = tensors if references is None else corrected(tensors, references, k)
+    return torch.stack(torch._foreach_norm(measured, 2, dtype=torch.float64)).square()
 
 
 def decay_(params: Tensors, lr: Scalar, weight_decay: float) -> None:
-    """Decoupled weight decay: multiplies the weights by ``1 - lr * weight_decay``. Call it before the step."""
+    """Multiply the weights by ``1 - lr * weight_decay``, which is decoupled decay if it comes before the step."""
     if params and weight_decay != 0.0:
         torch._foreach_mul_(params, 1.0 - lr * weight_decay)
 
 
 def subtract_scaled_(params: Tensors, directions: Tensors, lr: Scalar) -> None:
-    """``params -= lr * directions``, the product rounded first, however the tensors are cut; scales ``directions``."""
+    """Compute ``params -= lr * directions`` and overwrite ``directions`` with the product, which is rounded first."""
     if params:
         torch._foreach_mul_(directions, lr)
         torch._foreach_sub_(params, directions)
 
 
 def add_(tensors: Tensors, others: Tensors) -> None:
-    """``tensors += others``."""
+    """Add ``others`` to ``tensors``."""
     if tensors:
         torch._foreach_add_(tensors, others)
 
 
 def copy_(destinations: Tensors, sources: Tensors) -> None:
-    """Copies values, never references: a framework reuses its gradient buffers for the next step."""
+    """Copy values, never references: a framework reuses its gradient buffers for the next step."""
     if destinations:
         torch._foreach_copy_(destinations, sources)
 
 
 def scale_by_(tensors: Tensors, coefficients: Coefficients) -> None:
-    """Multiplies every tensor by its own coefficient, which stays on the device."""
+    """Multiply every tensor by its own coefficient, which stays on the device."""
     factors = list(coefficients.unbind()) if isinstance(coefficients, Tensor) else list(coefficients)
     if len(factors) != len(tensors):
         raise ValueError(f"coefficients has {len(factors)} entries for {len(tensors)} tensors; pass one for each")
@@ -116,7 +116,7 @@ def scale_by_(tensors: Tensors, coefficients: Coefficients) -> None:
 
 
 def corrected(grads: Tensors, references: Tensors, k: float) -> Tensors:
-    """``g + k (g - h)`` as new tensors."""
+    """Return ``g + k (g - h)`` as new tensors."""
     corrected = list(torch._foreach_sub(grads, references))
     torch._foreach_mul_(corrected, k)
     torch._foreach_add_(corrected, grads)
@@ -124,13 +124,13 @@ def corrected(grads: Tensors, references: Tensors, k: float) -> Tensors:
 
 
 def _ahead(update: Pass, grads: Tensors) -> Tensors:
-    """The momenta of a pass, with its share of the gradients."""
+    """Return the momenta of a pass, mixed with its ``nesterov`` share of the gradients."""
     exp_avgs, share = update.wide("exp_avg"), update.scalars.nesterov
     return list(torch._foreach_lerp(exp_avgs, grads, share)) if share else exp_avgs
 
 
 def _decoupled_step_(params: Tensors, directions: Tensors, scalars: Scalars) -> None:
-    """``(1 - lr * weight_decay) x - lr * d``; overwrites ``directions`` if ``lr`` is a tensor."""
+    """Set weights to ``(1 - lr * weight_decay) x - lr * d``, and overwrite ``directions`` if ``lr`` is a tensor."""
     _decay_along_(params, directions, scalars)
     if isinstance(scalars.lr, Tensor):
         subtract_scaled_(params, directions, scalars.lr)
@@ -139,11 +139,11 @@ def _decoupled_step_(params: Tensors, directions: Tensors, scalars: Scalars) -> 
 
 
 def _decay_along_(params: Tensors, directions: Tensors, scalars: Scalars) -> None:
-    """The decay of a pass, before the step along ``directions``, of which the signs alone count."""
+    """Decay weights before the step along ``directions``, of which cautious decay needs the signs."""
     if not scalars.cautious or scalars.weight_decay == 0.0:
         decay_(params, scalars.lr, scalars.weight_decay)
         return
-    # Signs, not products, which underflow: 0 where they are opposed, else 1.
+    # A share is 0 where the signs are opposed, else 1. Products of the values themselves would underflow.
     shares = list(torch._foreach_sign(directions))
     torch._foreach_mul_(shares, torch._foreach_sign(params))
     torch._foreach_add_(shares, 1.0)
@@ -154,7 +154,7 @@ def _decay_along_(params: Tensors, directions: Tensors, scalars: Scalars) -> Non
 
 
 def _adamw_(update: Pass, grads: Tensors) -> None:
-    """What follows the momentum in :func:`rankwise.updates.adamw.adamw_update`, and a decoupled step."""
+    """Update second moments, and step as :func:`rankwise.updates.adamw.adamw_update` says; momenta are up to date."""
     scalars, (scale, root) = update.scalars, update.corrections()
     params, exp_avgs, exp_avg_sqs = map(update.wide, ("param", "exp_avg", "exp_avg_sq"))
     torch._foreach_mul_(exp_avg_sqs, scalars.betas[1])

@@ -1,8 +1,8 @@
-"""States in fewer than 32 bits: runs of codes in memory, and what is needed to read and to write them.
+"""States in fewer than 32 bits are runs of codes in memory; this module describes what reading and writing them takes.
 
-A *code* is what is kept of one element, see :mod:`rankwise.kernels.quantization`. Elements count from the beginning of
-their parameter, and so do the blocks of :data:`BLOCK` that share an exponent: how a parameter is cut into runs changes
-no bit of what is kept.
+A *code* is what is kept of one element; :mod:`rankwise.kernels.quantization` defines codes. Elements, and the blocks
+of :data:`BLOCK` elements that share an exponent, count from the beginning of their parameter. How a parameter is cut
+into runs therefore changes no bit of what is kept.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ def is_narrow(dtype: torch.dtype | None) -> bool:
 
 
 def blocks_of(first: int, numel: int) -> int:
-    """Blocks that so many elements lie in, of which the first is the element ``first`` of its parameter."""
+    """Return in how many blocks ``numel`` elements lie, of which the first is element ``first`` of its parameter."""
     return (first + numel - 1) // BLOCK - first // BLOCK + 1 if numel else 0
 
 
 @dataclass(frozen=True, slots=True)
 class LowPrecisionRuns:
-    """The codes of some runs of one state; takes the place of a list of tensors in a pass.
+    """The codes of some runs of one state, which take the place of a list of tensors in a pass.
 
     Attributes:
-        codes: For each run, its codes, 1-D and contiguous: bfloat16 values, or :data:`SIGNED` or :data:`ROOT`.
-        exponents: For each run, an exponent for every block that it lies in, int8; empty where codes are bfloat16.
-        firsts: For each run, the place of its first element in its parameter.
-        keys: For each run, what tells its parameter and state apart in the noise of stochastic rounding, 32 bits.
-        step: The number of the step, to round stochastically: one for all, or (runs,) on the device; None: to the
-            nearest, halves to even.
+        codes: Codes of each run, 1-D and contiguous: bfloat16 values, or :data:`SIGNED` or :data:`ROOT` codes.
+        exponents: Exponents of each run, int8, one for every block that it lies in; empty where codes are bfloat16.
+        firsts: Place of each run's first element in its parameter.
+        keys: 32 bits for each run, which give its parameter and state their own noise in stochastic rounding.
+        step: Number of the step, which makes rounding stochastic: one for all runs, or (runs,) on the device. None
+            rounds to the nearest, halves to even.
     """
 
     codes: Sequence[Tensor]
@@ -70,7 +70,7 @@ class LowPrecisionRuns:
         return self.codes[0].dtype
 
     def only(self, places: Sequence[int]) -> LowPrecisionRuns:
-        """Some of them, by their places."""
+        """Return some of the runs, by their places."""
         step = self.step
         if isinstance(step, Tensor) and step.dim():
             step = torch.stack([step[place] for place in places])
@@ -84,16 +84,16 @@ class LowPrecisionRuns:
         )
 
     def check(self, values: Sequence[Tensor]) -> None:
-        """Refuse values that do not fit, of which compiled forms would read and write whatever lies there.
+        """Refuse values that do not fit, because compiled forms would read and write beyond them.
 
         Raises:
             ValueError: A run has another length than its values, or not one exponent for each of its blocks.
         """
         for at, (value, codes) in enumerate(zip(values, self.codes, strict=True)):
             blocks = blocks_of(self.firsts[at], codes.numel()) if is_coded(codes.dtype) else 0
-            found = self.exponents[at].numel() if self.exponents else 0
-            if codes.numel() != value.numel() or found != blocks or not is_narrow(codes.dtype):
+            exponents = self.exponents[at].numel() if self.exponents else 0
+            if codes.numel() != value.numel() or exponents != blocks or not is_narrow(codes.dtype):
                 raise ValueError(
-                    f"run {at} has {value.numel()} values for {codes.numel()} codes of {codes.dtype} with {found} "
+                    f"run {at} has {value.numel()} values for {codes.numel()} codes of {codes.dtype} with {exponents} "
                     f"exponents; it must have a code for each and {blocks} exponents"
                 )

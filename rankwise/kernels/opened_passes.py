@@ -1,4 +1,4 @@
-"""Passes over narrow states in forms that know none: opened, passed and kept again, one shard after the other."""
+"""Forms without code for narrow states work on them one shard at a time: it is opened, updated and encoded again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run_opened(update: Pass, run: Callable[[Pass], None]) -> None:
 
     Args:
         update: The pass.
-        run: Does one whose fields are lists of tensors.
+        run: Does a pass whose fields are lists of tensors.
     """
     for place in range(len(update.grads)):
         single = update.only([place])
@@ -34,16 +34,16 @@ def run_opened(update: Pass, run: Callable[[Pass], None]) -> None:
 def norms_with_opened(
     tensors: Tensors, references: LowPrecisionRuns, k: float, norms: Callable[[Tensors, Field | None, float], Tensor]
 ) -> Tensor:
-    """As :func:`rankwise.kernels.lists.squared_norms` with narrow references.
+    """Compute what :func:`rankwise.kernels.lists.squared_norms` does, with narrow references.
 
     Args:
-        tensors: As there, as of the following.
-        references: See above.
-        k: See above.
+        tensors: Gradients ``g``.
+        references: Gradients ``h`` in codes: ``g + k (g - h)`` is measured.
+        k: Factor of the change since the reference.
         norms: Measures with references that are lists of tensors.
     """
-    found = [norms([tensor], _opened(references.only([place]), [tensor]), k) for place, tensor in enumerate(tensors)]
-    return torch.cat(found) if found else norms([], None, k)
+    measured = [norms([tensor], _opened(references.only([place]), [tensor]), k) for place, tensor in enumerate(tensors)]
+    return torch.cat(measured) if measured else norms([], None, k)
 
 
 def _opened(runs: LowPrecisionRuns, like: Tensors) -> Tensors:

@@ -1,4 +1,4 @@
-"""A step along an orthogonalised momentum, as data."""
+"""This module describes a step along an orthogonalised momentum as data."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["OrthogonalStep"]
 
 @dataclass
 class OrthogonalStep:
-    """Matrices of one shape, one after another in memory, whose weights are to be stepped where they lie.
+    """Matrices of one shape, one after another in memory, whose weights are stepped where they lie.
 
     Attributes:
-        shape: Shape of each.
-        momentum: What is orthogonalised, 1-D, left as it is.
-        weight: 1-D, decays, and loses ``lr * factor`` times the result.
-        eps: Added to the norm.
-        factor: Factor of the orthogonal factor.
+        shape: Shape of each matrix.
+        momentum: Momenta, 1-D, of which the orthogonal factors are computed; they do not change.
+        weight: Weights, 1-D, which decay and lose ``lr * factor`` times the orthogonal factors.
+        eps: Number added to the norm.
+        factor: Number that the orthogonal factors are multiplied by, beside the learning rate.
         lr: Learning rate, a float or a 0-d tensor.
         steps: Iterations.
-        coefficients: Name of their polynomials.
+        coefficients: Name of the iterations' polynomials.
         weight_decay: Decoupled decay rate.
         cautious: Whether elements that step away from zero do not decay.
     """
@@ -40,7 +40,7 @@ class OrthogonalStep:
     cautious: bool = False
 
     def matrices(self) -> list[tuple[Tensor, Tensor]]:
-        """Momentum and weight of each, 1-D."""
+        """Return momentum and weight of each matrix, 1-D."""
         length = self.shape[0] * self.shape[1]
         if self.momentum.numel() == self.weight.numel() == length:
             return [(self.momentum, self.weight)]

@@ -1,7 +1,7 @@
-r"""One element-wise update of many shards, as data: every backend takes this description and no other.
+r"""A pass describes one element-wise update of many shards as data, in a form that every kernel takes.
 
-A pass reads and writes main memory once where a backend can, whatever the number of operations. What each element goes
-through, with the names of the fields and of the scalars:
+A pass reads and writes main memory once where a kernel can, whatever the number of operations. Each element is updated
+so, with the names of the fields and of the scalars:
 
 .. math::
     c &= f\,(g + k\,(g - h)) \quad\text{with a reference } h\text{, else } f g; \qquad
@@ -14,8 +14,8 @@ through, with the names of the fields and of the scalars:
         \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
 
 with a factor ``f`` for every shard. Where decay is cautious, an element :math:`x` whose sign is opposed to that of
-its step decays by nothing (arXiv 2510.12402, Algorithm 1). A paper's own rule is one of these with the paper's own
-scalars.
+its direction does not decay (arXiv 2510.12402, Algorithm 1). A paper's element-wise rule is one of these with the
+paper's own scalars.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STATES: dict[Rule, tuple[str, ...]] = {
     "lion": ("exp_avg",),
     "adamw": ("exp_avg", "exp_avg_sq"),
 }
-"""What each rule keeps of every element."""
+"""The states that each rule keeps of every element."""
 
 FIELDS: dict[Rule, tuple[str, ...]] = {
     "step": ("grad", "param"),
@@ -57,18 +57,18 @@ FIELDS: dict[Rule, tuple[str, ...]] = {
 
 @dataclass(slots=True)
 class Scalars:
-    """The numbers of a pass; a rule looks at its own.
+    """The numbers of a pass, of which a rule reads those that it needs.
 
     Attributes:
         lr: Learning rate, a float or a 0-d tensor.
         betas: Decay rates of the two moments.
-        eps: Added to the bias-corrected root.
+        eps: Number added to the bias-corrected root.
         weight_decay: Decoupled decay rate.
         cautious: Whether elements that step away from zero do not decay.
-        step: Number of this step, from 1, the same for all shards; or (shards,), a number for each.
-        k: What the change since the reference is multiplied by.
+        step: Number of this step, from 1: one for all shards, or (shards,) with a number for each.
+        k: Factor of the change since the reference.
         advance: Whether the gradients become the references.
-        nesterov: Share of the gradient in what "nesterov" writes, and in what "lion" steps along the sign of; 0: the
+        nesterov: Share of the gradient in what "nesterov" writes, and in what gives "lion" its signs; 0 leaves the
             momentum alone.
     """
 
@@ -85,17 +85,17 @@ class Scalars:
 
 @dataclass(slots=True)
 class Pass:
-    """Arguments of every backend's ``run``.
+    """What every kernel's ``run`` takes.
 
     Args:
-        rule: What becomes of an element.
-        fields: The lists of :data:`FIELDS`, and "reference" where the gradients are compared with one. One tensor per
-            shard, all lists of one length, and the tensors of a position of one length and type; any list may be
-            empty. States and references may be narrow, their runs then beginning with a block: each is opened, and kept
-            in its codes if the pass changes it. "grad" is read only, but that "step" may use its directions up; the
-            others are updated in place. "nesterov" overwrites "param", which may lie where the gradients do.
-        scalars: The rule's numbers.
-        factors: (shards,), what multiplies the (corrected) gradient; None for 1.
+        rule: Formula by which an element is updated.
+        fields: The lists of :data:`FIELDS`, and "reference" where the gradients are compared with one. Each list has
+            one tensor per shard, and the tensors of a position have one length and type; all lists may be empty. States
+            and references may be narrow, and their runs then begin with a block; they are opened, and encoded again if
+            the pass changes them. "grad" is only read, but "step" may overwrite its directions; the other fields are
+            updated in place. "nesterov" overwrites "param", which may lie where the gradients do.
+        scalars: Numbers of the rule.
+        factors: (shards,) factors of the (corrected) gradients; None for 1.
 
     Raises:
         ValueError: A list is missing or superfluous, ``step`` is a number below 1, or there is not one factor, or
@@ -123,7 +123,7 @@ class Pass:
             self.corrections()
 
     def only(self, places: Sequence[int]) -> Pass:
-        """The same on some of the shards, given by their places in the lists."""
+        """Return the pass on some of the shards, which are given by their places in the lists."""
         fields = {name: only_some(field, places) for name, field in self.fields.items()}
         scalars, factors = self.scalars, self.factors
         if isinstance(scalars.step, Tensor):
@@ -144,26 +144,26 @@ class Pass:
 
     @property
     def grads(self) -> Tensors:
-        """Gradients, or directions."""
+        """The gradients, or a step's directions."""
         return self.wide("grad")
 
     @property
     def references(self) -> Tensors | None:
-        """What the gradients are compared with."""
+        """The gradients to compare with; None where there are none."""
         return self.wide("reference") if "reference" in self.fields else None
 
     def wide(self, name: str) -> Tensors:
-        """A field that is no narrow one."""
+        """Return a field that is not narrow."""
         field = self.fields[name]
         assert not isinstance(field, LowPrecisionRuns)
         return field
 
     def corrections(self) -> tuple[Scalar, Scalar]:
-        """``1 / (1 - beta1^t)`` and the root of ``1 - beta2^t``: numbers, or one for each shard."""
+        """Return ``1 / (1 - beta1^t)`` and the root of ``1 - beta2^t``, as numbers or with one for each shard."""
         first, second = bias_corrections(self.scalars.betas, self.scalars.step)
         return 1.0 / first, second.sqrt() if isinstance(second, Tensor) else math.sqrt(second)
 
 
 def only_some(field: Field, places: Sequence[int]) -> Field:
-    """Some of a field's shards, by their places."""
+    """Return some of a field's shards, by their places."""
     return field.only(places) if isinstance(field, LowPrecisionRuns) else [field[place] for place in places]

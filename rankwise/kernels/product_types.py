@@ -1,4 +1,4 @@
-"""The type in which a device multiplies matrices fast.
+"""This module says whether a device multiplies matrices fast in bfloat16.
 
 Processors without instructions for bfloat16 take 15 to 70 times as long for its products as for those of float32.
 """
@@ -25,7 +25,7 @@ _FIRST_CUDA = (8, 0)
 def multiplies_bfloat16(device: torch.device) -> bool:
     """Whether torch's products in bfloat16 are faster than those in float32, by what the device says of itself.
 
-    Flags and no stop-watch: ranks on machines of one kind must come to one answer. It is found once per process.
+    Flags decide, not a stop-watch: ranks on machines of one kind must come to one answer. A process asks once.
 
     Args:
         device: Device of the matrices.
@@ -33,24 +33,25 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     if device.type == "cpu":
         return _cpu_multiplies_bfloat16()
     if device.type == "cuda":
-        # AMD's, which go by the same name, have had such products since they have had matrix units.
+        # AMD's GPUs are "cuda", too; all that have matrix units multiply bfloat16.
         return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= _FIRST_CUDA
-    # Of what says nothing, the meta device among others, the published type is expected.
+    # A device that says nothing, such as the meta device, is taken for one that runs the published type, bfloat16.
     asked = getattr(getattr(torch, device.type, None), "is_bf16_supported", None)
     supported: bool = asked is None or asked()
     return supported
 
 
 def _cpu_multiplies_bfloat16() -> bool:
-    """Torch leaves such products to oneDNN, which has none that is fast without instructions for them."""
+    """Whether oneDNN, to which torch leaves such products, finds instructions that make them fast."""
     mkldnn = torch.backends.mkldnn
     if not (mkldnn.is_available() and getattr(mkldnn, "enabled", True)):
         return False
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
     if platform.machine().lower() not in _X86:
-        return True  # it has looked for the instructions
-    # With AVX-512 alone it says yes, and converts; whoever keeps torch from AVX-512 wants to see another machine.
+        return True  # here oneDNN has looked for the instructions
+    # On x86 oneDNN also says yes for AVX-512 alone, and converts, which is slow. A user who keeps torch from AVX-512
+    # wants the results of a machine without it.
     return torch.backends.cpu.get_cpu_capability() == "AVX512" and not _is_capped() and _has_instructions()
 
 
@@ -62,10 +63,10 @@ def _is_capped() -> bool:
 def _has_instructions() -> bool:
     """Whether an x86 processor multiplies bfloat16: AVX512-BF16 or AMX-BF16."""
     names = ("avx512_bf16", "amx_bf16")
-    known = getattr(torch.cpu, "get_capabilities", None)
-    if known is not None:
-        found = known()
-        return any(found.get(name, False) for name in names)
+    capabilities_of = getattr(torch.cpu, "get_capabilities", None)
+    if capabilities_of is not None:
+        capabilities = capabilities_of()
+        return any(capabilities.get(name, False) for name in names)
     info = Path("/proc/cpuinfo")
     flags = info.read_text().split() if info.exists() else []
     return any(name in flags for name in names)

@@ -1,23 +1,23 @@
-r"""Codes of element states in 8 bits (after block-wise quantization, Dettmers et al., arXiv 2110.02861) or bfloat16.
+r"""Element states become codes in 8 bits (after block-wise quantization, arXiv 2110.02861) or in bfloat16.
 
 Every :data:`BLOCK` elements of a parameter share a scale :math:`2^e`, the least that reaches the largest of them.
 
 - *Signed* codes are integers :math:`|q| \le 127` with the value :math:`q \, 2^e`.
-- *Root* codes are of second moments, through :math:`r = \sqrt v`, of which each has its own 3 bits of an exponent and 5
-  digits behind it: :math:`r / 2^e` is a whole number up to 63, or 32 to 63 times one of 2, 4, ... 64. The largest is
-  4032 times the least, and what is not zero is never kept as zero: an update that is divided by it stays bounded. The
-  value is :math:`r^2`.
+- *Root* codes keep second moments through :math:`r = \sqrt v`. Each has 3 bits of an exponent of its own and 5 digits:
+  :math:`r / 2^e` is a whole number up to 63, or 32 to 63 times one of 2, 4, ... 64. The value is :math:`r^2`. The
+  largest root is 4032 times the least, and no value but zero is kept as zero, so that an update that is divided by the
+  root stays bounded.
 
-With such scales nothing is rounded twice: what a code stands for is a number of bfloat16 (signed) or float32 (root),
-and has the same code again, whatever other elements share its block as long as the scale reaches them. A block with a
+With such scales nothing is rounded twice: a code stands for a number of bfloat16 (signed) or float32 (root), which is
+encoded to the same code whatever other elements share its block, as long as the scale reaches them. A block with a
 value that is not finite (or a negative second moment) is NaN throughout.
 
-Rounding is to the nearest, halves to even; or stochastic, up with the probability of what is cut off, by 16 bits of
-noise that is a function of a key, the number of the step and the place in the parameter (a counter-based generator: the
-same on every layout, and after a resume).
+Rounding is to the nearest, halves to even; or it is stochastic, up with the probability of what is cut off. Its 16 bits
+of noise are a function of a key, the number of the step and the place in the parameter (a counter-based generator),
+and so do not depend on the layout or on a resume.
 
-These are the plain forms, for every device and floating-point type; :func:`rankwise.kernels.dispatch.quantization_for`
-knows the others, which have the same bits in float32.
+These plain forms take every device and floating-point type. :func:`rankwise.kernels.dispatch.quantization_for` chooses
+faster ones, which have the same bits in float32.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Code(NamedTuple):
     """Limits of a kind of codes.
 
     Attributes:
-        least: Least of the exponents.
-        most: Most of the exponents.
-        beyond: Exponents up to here become the largest, those above it :data:`BROKEN`.
-        power: Power of two, which the largest code is just below.
-        share: Share of that power, the largest code.
+        least: Smallest exponent.
+        most: Largest exponent.
+        beyond: Largest exponent that is lowered to ``most``; larger ones become :data:`BROKEN`.
+        power: Exponent of the power of two just above the largest code.
+        share: The largest code, divided by that power of two.
     """
 
     least: int
@@ -57,21 +57,21 @@ class Code(NamedTuple):
 
 
 CODED = {
-    # What the largest codes stand for is a number of float32.
+    # The largest codes stand for numbers of float32.
     SIGNED: Code(-126, 121, 122, 7, 127 / 128),
-    # The squares of all that is left stay normal numbers of float32.
+    # The squares of all roots that can be encoded are normal numbers of float32.
     ROOT: Code(-63, 52, 53, 12, 4032 / 4096),
 }
-"""By the type of the codes."""
+"""Kinds of codes by their type."""
 
-# Elements that plain forms work on at a time, so that temporaries stay small; whole blocks.
+# Plain forms work on so many elements at a time, whole blocks, so that temporaries stay small.
 _AT_ONCE = 1 << 20
 
 _WORD = 0xFFFFFFFF
 
 
 def key_of(name: str, state: str) -> int:
-    """32 bits that tell a state of a parameter from others."""
+    """Return 32 bits that tell a state of a parameter from others."""
     return zlib.crc32(f"{state}/{name}".encode())
 
 
@@ -79,8 +79,8 @@ def decode_(values: Sequence[Tensor], kept: LowPrecisionRuns) -> None:
     """Overwrite values with what codes stand for.
 
     Args:
-        values: 1-D, one for each run.
-        kept: The runs.
+        values: 1-D tensors, one for each run.
+        kept: Codes of the runs.
     """
     for value, part in _parts(values, kept):
         value.copy_(part.decoded(value.dtype))
@@ -90,35 +90,35 @@ def add_decoded(values: Sequence[Tensor], kept: LowPrecisionRuns, sums: Sequence
     """Add what codes stand for to other values.
 
     Args:
-        values: 1-D, one for each run.
-        kept: The runs.
-        sums: For each, a tensor alike, overwritten; may be the values themselves.
+        values: 1-D tensors, one for each run.
+        kept: Codes of the runs.
+        sums: 1-D tensors of the lengths of ``values``, which the sums go to; may be ``values``.
     """
     for (value, part), (total, _) in zip(_parts(values, kept), _parts(sums, kept), strict=True):
         torch.add(value, part.decoded(value.dtype), out=total)
 
 
 def exponents_of(values: Sequence[Tensor], kept: LowPrecisionRuns) -> Tensor:
-    """The exponents that runs of codes would have by these values alone.
+    """Return the exponents that runs of codes would have by these values alone.
 
     Args:
-        values: 1-D, one for each run.
-        kept: The runs, of which only type, places and lengths count.
+        values: 1-D tensors, one for each run.
+        kept: Runs of codes, of which only types, places and lengths are read.
 
     Returns:
         (blocks of all runs) int8.
     """
-    found = [part.exponents_of(part.roots(value)) for value, part in _parts(values, kept)]
-    return torch.cat(found) if found else torch.empty(0, dtype=torch.int8, device="cpu")
+    exponents = [part.exponents_of(part.roots(value)) for value, part in _parts(values, kept)]
+    return torch.cat(exponents) if exponents else torch.empty(0, dtype=torch.int8, device="cpu")
 
 
 def encode_(values: Sequence[Tensor], kept: LowPrecisionRuns, exponents: Tensor | None = None) -> None:
-    """Overwrite codes, and their exponents, with what is kept of values.
+    """Overwrite codes and their exponents with what is kept of values.
 
     Args:
-        values: 1-D, one for each run.
-        kept: The runs.
-        exponents: As of :func:`exponents_of` or larger; None: those.
+        values: 1-D tensors, one for each run.
+        kept: Runs of codes.
+        exponents: Exponents in the form of :func:`exponents_of`, at least as large; None: those of the values.
     """
     position = 0
     for value, part in _parts(values, kept):
@@ -130,7 +130,7 @@ def encode_(values: Sequence[Tensor], kept: LowPrecisionRuns, exponents: Tensor 
 
 
 def noise(key: int, step: int | Tensor, places: Tensor) -> Tensor:
-    """16 bits for each place in a parameter (int64), by an integer hash (C. Wellons, lowbias32) of all three."""
+    """Return 16 bits for each place in a parameter, by an integer hash (C. Wellons, lowbias32); int64 as ``places``."""
     count = step.to(torch.int64) if isinstance(step, Tensor) else _integer(step, places.device)
     seed = _mixed((places >> 32) ^ _mixed((count & _WORD) ^ _mixed(_integer(key, places.device))))
     return _mixed((places & _WORD) ^ seed) >> 16
@@ -147,7 +147,7 @@ def _mixed(word: Tensor) -> Tensor:
 
 
 class _RunPart(NamedTuple):
-    """As much of a run as is worked on at a time: whole blocks but for the run's own ends."""
+    """The part of a run that is worked on at a time: whole blocks but at the ends of the run."""
 
     codes: Tensor
     exponents: Tensor
@@ -168,9 +168,9 @@ class _RunPart(NamedTuple):
         self.codes.copy_(_codes(roots, self._of_elements(), self.codes.dtype, random))
 
     def roots(self, values: Tensor) -> Tensor:
-        """What is divided by the scale, in float32 at least."""
+        """Return what the scale divides, values or their roots, in float32 at least."""
         wide = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
-        # Through float64: the root of a library may be the second nearest float32.
+        # Through float64, because a library's root in float32 need not be the nearest one.
         return wide.double().sqrt().to(wide.dtype) if self.codes.dtype == ROOT else wide
 
     def exponents_of(self, roots: Tensor) -> Tensor:
@@ -179,8 +179,8 @@ class _RunPart(NamedTuple):
         largest = pad(roots.abs(), (before, -(before + roots.numel()) % BLOCK)).view(-1, BLOCK).amax(1)
         mantissas, exponents = torch.frexp(largest)
         wanted = exponents.to(torch.int32) - code.power + (mantissas > code.share)
-        found = torch.where(largest > 0, wanted, code.least).clamp_(code.least, code.most)
-        return found.masked_fill_(~largest.isfinite() | (wanted > code.beyond), BROKEN).to(torch.int8)
+        limited = torch.where(largest > 0, wanted, code.least).clamp_(code.least, code.most)
+        return limited.masked_fill_(~largest.isfinite() | (wanted > code.beyond), BROKEN).to(torch.int8)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
         wide = dtype if dtype == torch.float64 else torch.float32
@@ -196,7 +196,7 @@ class _RunPart(NamedTuple):
         return ((codes - 32 * shifts).to(wide) * _powers(shifts, wide) * scales).square()
 
     def _of_elements(self) -> Tensor:
-        """An exponent for each element, int32."""
+        """Return an exponent for each element, int32."""
         before = self.first % BLOCK
         return self.exponents.to(torch.int32).repeat_interleave(BLOCK)[before : before + self.codes.numel()]
 
@@ -210,8 +210,8 @@ def _parts(values: Sequence[Tensor], kept: LowPrecisionRuns) -> Iterator[tuple[T
         while start < value.numel():
             end = min(value.numel(), start + _AT_ONCE - (first + start) % BLOCK)
             block = (first + start) // BLOCK - first // BLOCK
-            own = exponents[block : block + blocks_of(first + start, end - start)]
-            yield value[start:end], _RunPart(codes[start:end], own, first + start, kept.keys[at], step)
+            shared = exponents[block : block + blocks_of(first + start, end - start)]
+            yield value[start:end], _RunPart(codes[start:end], shared, first + start, kept.keys[at], step)
             start = end
 
 
@@ -223,17 +223,17 @@ def _codes(roots: Tensor, exponents: Tensor, dtype: torch.dtype, random: Tensor 
         return _rounded(scaled, random).clamp_(-127.0, 127.0)
     shifts = (torch.frexp(scaled)[1].to(torch.int32) - 6).clamp_(0, 6)
     digits = _rounded(scaled * _powers(-shifts, roots.dtype), random)
-    found = digits.to(torch.int32) + 32 * shifts
-    return torch.where(scaled > 0, found.clamp_(1, 255), 0)
+    codes = digits.to(torch.int32) + 32 * shifts
+    return torch.where(scaled > 0, codes.clamp_(1, 255), 0)
 
 
 def _rounded(scaled: Tensor, random: Tensor | None) -> Tensor:
-    # The sum of a number up to 127 and 16 bits behind the point is exact where the number is whole.
+    # A whole number up to 127 and noise of 16 bits behind the point have an exact sum, and so stay as they are.
     return scaled.round() if random is None else torch.floor(scaled + random.to(scaled.dtype) * 2.0**-16)
 
 
 def _narrowed(values: Tensor, random: Tensor | None) -> Tensor:
-    """To bfloat16; what is not finite, or would not be, to the nearest."""
+    """Round to bfloat16, and to the nearest wherever a value is not finite or would not stay so."""
     nearest = values.to(BFLOAT16)
     if random is None or values.dtype == BFLOAT16:
         return nearest
@@ -243,5 +243,5 @@ def _narrowed(values: Tensor, random: Tensor | None) -> Tensor:
 
 
 def _powers(exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """Powers of two, from their bits: functions may round."""
+    """Return powers of two, made from their bits, because functions may round."""
     return ((exponents + 127) << 23).view(torch.float32).to(dtype)

@@ -1,7 +1,7 @@
-"""Views of many runs in flat tensors, planned once: what a kernel needs of them is known without a look at each.
+"""Views of many runs in flat tensors are planned once, so that a kernel gets its tables without a look at each view.
 
-A plan has integers alone. It holds no memory, and what follows from it and from the addresses of the flat tensors is
-right wherever these lie: a framework may move them between two steps.
+A plan consists of integers. It holds no memory, and takes the addresses of the flat tensors anew at each step: a
+framework may move them between two steps.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ __all__ = ["RunPlan", "RunViews", "TensorRuns", "are_runs", "chosen_of"]
 
 Which = TypeVar("Which")
 
-# Sets of runs whose gradients come and go are many.
+# Parameters whose gradients come and go make many sets of runs.
 _MOST_PARTS = 1024
 
 
 class RunPlan:
-    """Where runs lie in some flat tensors; cuts any that are laid out alike.
+    """Where runs lie in some flat tensors; a plan cuts all lists of tensors that are laid out so.
 
     The views are 1-D, or (parts, elements) where a run is stored with gaps.
 
     Args:
-        places: For each flat tensor, of its runs.
+        places: Places of the runs in each flat tensor.
 
     Attributes:
         lengths: Lengths of all runs.
@@ -39,40 +39,40 @@ class RunPlan:
 
     def __init__(self, places: Sequence[Sequence[Run]]) -> None:
         self.places = tuple(map(tuple, places))
-        self.lengths = tuple(place.numel for found in self.places for place in found)
-        self.has_gaps = any(place.rows > 1 for found in self.places for place in found)
-        self._cuts = [_Cutting(found) for found in self.places]
-        self._wholes = [found[0].numel if _may_be_whole(found) else -1 for found in self.places]
+        self.lengths = tuple(place.numel for runs in self.places for place in runs)
+        self.has_gaps = any(place.rows > 1 for runs in self.places for place in runs)
+        self._cuts = [_Cutting(runs) for runs in self.places]
+        self._wholes = [runs[0].numel if _may_be_whole(runs) else -1 for runs in self.places]
         self._parts: dict[tuple[int, ...], TensorRuns[int]] = {}
 
     @cached_property
     def _runs(self) -> list[Run]:
-        return [place for found in self.places for place in found]
+        return [place for runs in self.places for place in runs]
 
     @cached_property
     def _tensor_of(self) -> list[int]:
-        return [tensor for tensor, found in enumerate(self.places) for _ in found]
+        return [tensor for tensor, runs in enumerate(self.places) for _ in runs]
 
     def cut(self, flats: Sequence[Tensor]) -> RunViews:
-        """The runs of as many 1-D tensors as were planned.
+        """Return views of the runs in as many 1-D tensors as were planned.
 
         Raises:
             RuntimeError: A run reaches beyond its tensor.
         """
         if [flat.numel() for flat in flats] == self._wholes:
             return RunViews(flats, flats, self)
-        found: list[Tensor] = []
+        views: list[Tensor] = []
         for flat, cutting, whole in zip(flats, self._cuts, self._wholes, strict=True):
             if flat.numel() == whole:
-                found.append(flat)
+                views.append(flat)
             else:
-                found += cutting.of(flat)
-        return RunViews(found, flats, self)
+                views += cutting.of(flat)
+        return RunViews(views, flats, self)
 
     def only(self, chosen: Sequence[int]) -> TensorRuns[int] | None:
-        """Some of the runs, given by their places in order; the same object every time.
+        """Return some of the runs, given by their numbers; the same object for the same runs.
 
-        None where their order is another one than that of the tensors.
+        It is None where the order of the runs is not that of the tensors.
         """
         key = tuple(chosen)
         if key not in self._parts:
@@ -85,22 +85,20 @@ class RunPlan:
         return self._parts[key]
 
     def addresses(self, bases: Sequence[int], itemsize: int) -> list[int]:
-        """Where the runs begin.
+        """Return the addresses at which the runs begin.
 
         Args:
-            bases: Where the flat tensors do.
+            bases: Addresses at which the flat tensors begin.
             itemsize: Bytes of an element.
         """
-        return [
-            base + itemsize * place.offset for base, found in zip(bases, self.places, strict=True) for place in found
-        ]
+        return [base + itemsize * place.offset for base, runs in zip(bases, self.places, strict=True) for place in runs]
 
 
 class TensorRuns(NamedTuple, Generic[Which]):
     """Runs in some of many tensors.
 
     Attributes:
-        tensors: What tells the tensors apart that have any, an index for example, in the order of the runs.
+        tensors: Key of each tensor that has such runs, an index for example, in the order of the runs.
         runs: The runs in these tensors.
     """
 
@@ -109,18 +107,18 @@ class TensorRuns(NamedTuple, Generic[Which]):
 
     @classmethod
     def of(cls, places: Iterable[tuple[Which, Run]]) -> TensorRuns[Which]:
-        """Plan runs that are given with what tells their tensor, those of a tensor one after the other."""
+        """Plan runs that are given with the keys of their tensors; runs of one tensor follow each other."""
         grouped = [(tensor, [run for _, run in members]) for tensor, members in groupby(places, itemgetter(0))]
         return cls(tuple(tensor for tensor, _ in grouped), RunPlan([runs for _, runs in grouped]))
 
 
 class RunViews(list[Tensor]):
-    """The runs that a plan has cut.
+    """A list of the views that a plan has cut.
 
     Args:
         views: Views of the runs.
-        flats: The tensors that they are views of.
-        plan: Has cut them.
+        flats: Tensors that the plan has cut.
+        plan: Plan of the runs.
     """
 
     def __init__(self, views: Sequence[Tensor], flats: Sequence[Tensor], plan: RunPlan) -> None:
@@ -129,30 +127,30 @@ class RunViews(list[Tensor]):
         self._changed = False
 
     def only(self, chosen: Sequence[int]) -> list[Tensor]:
-        """Some of them, by their places; several are as planned as these where they can be."""
+        """Return some of the views, by their numbers; several are planned, too, where their order allows it."""
         views = list(map(self.__getitem__, chosen))
         part = None if len(views) < 2 or self.as_planned is None else self._plan.only(chosen)
         return views if part is None else RunViews(views, [self._flats[tensor] for tensor in part.tensors], part.runs)
 
     def __setitem__(self, place: Any, value: Any) -> None:
-        # The others are where they were, but nobody may take it for granted any more.
+        # The plan no longer describes this list, even if all other views are where they were.
         self._changed = True
         super().__setitem__(place, value)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        # A copy's tensors lie elsewhere.
+        # The tensors of a copy lie elsewhere, so that the plan does not describe them.
         return list, (list(self),)
 
     @property
     def as_planned(self) -> tuple[Sequence[Tensor], RunPlan] | None:
-        """The flat tensors and what they were cut by; None where the list has been changed since."""
+        """The flat tensors and their plan; None where the list has been changed since it was cut."""
         if self._changed or len(self) != len(self._plan.lengths):
             return None
         return self._flats, self._plan
 
 
 def are_runs(tensors: Sequence[Tensor]) -> bool:
-    """Whether none of them has gaps."""
+    """Whether no tensor has gaps."""
     planned = tensors.as_planned if isinstance(tensors, RunViews) else None
     if planned is not None:
         return not planned[1].has_gaps
@@ -160,7 +158,7 @@ def are_runs(tensors: Sequence[Tensor]) -> bool:
 
 
 def chosen_of(tensors: Sequence[Tensor], chosen: Sequence[int]) -> list[Tensor]:
-    """Some of them, by their places; planned runs stay so."""
+    """Return some of the tensors, by their numbers; planned views stay planned where their order allows it."""
     return tensors.only(chosen) if isinstance(tensors, RunViews) else list(map(tensors.__getitem__, chosen))
 
 
@@ -169,7 +167,7 @@ def _may_be_whole(places: Sequence[Run]) -> bool:
 
 
 class _Cutting:
-    """How one flat tensor is cut: at once where its runs lie one behind the other, in any order."""
+    """How one flat tensor is cut: by one call where no two of its runs overlap, in any order."""
 
     def __init__(self, places: Sequence[Run]) -> None:
         self._places = places
@@ -184,7 +182,7 @@ class _Cutting:
                 self._are_apart = False
                 break
             if place.offset > end:
-                # What lies between two of them is cut out, too.
+                # The elements between two runs become a piece that nobody takes.
                 self._sizes.append(place.offset - end)
             self._chosen[at] = len(self._sizes)
             self._sizes.append(place.numel)
@@ -198,5 +196,5 @@ class _Cutting:
             )
         if not self._are_apart or len(self._places) < 2:
             return [place.of(flat) for place in self._places]
-        found = flat.split_with_sizes([*self._sizes, flat.numel() - self._end])
-        return found[:-1] if self._are_all else list(map(found.__getitem__, self._chosen))
+        pieces = flat.split_with_sizes([*self._sizes, flat.numel() - self._end])
+        return pieces[:-1] if self._are_all else list(map(pieces.__getitem__, self._chosen))

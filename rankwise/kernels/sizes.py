@@ -1,4 +1,4 @@
-"""Sizes compared before addresses are handed to compiled code, which would read and write whatever lies there."""
+"""These functions compare sizes before compiled code gets addresses, because it would read and write beyond the end."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ __all__ = ["check_lengths", "check_shapes"]
 
 
 def check_lengths(*lists: Sequence[Tensor]) -> None:
-    """Refuse lists whose tensors are not, position by position, as long.
+    """Refuse lists whose tensors differ in length at some position.
 
     Raises:
-        ValueError: Names the first position.
+        ValueError: Two tensors differ; the message names the first position.
     """
     first = [tensor.numel() for tensor in lists[0]]
     for other in lists[1:]:
-        found = [tensor.numel() for tensor in other]
-        if found != first:
-            pairs = list(zip(first, found, strict=False))
+        lengths = [tensor.numel() for tensor in other]
+        if lengths != first:
+            pairs = list(zip(first, lengths, strict=False))
             place = next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs))
             raise ValueError(
-                f"tensor {place} has {_at(found, place)} elements in one list and {_at(first, place)} in another; "
+                f"tensor {place} has {_at(lengths, place)} elements in one list and {_at(first, place)} in another; "
                 "weights, gradients and states of a parameter must have as many"
             )
 
@@ -31,10 +31,10 @@ def check_shapes(**shapes: tuple[Tensor | None, tuple[int, ...]]) -> None:
     """Refuse tensors of other shapes than expected.
 
     Args:
-        shapes: By name, a tensor, or None for one that is left out, and its shape.
+        shapes: Tensors by name, each with the shape that it must have; None for a tensor that is left out.
 
     Raises:
-        ValueError: Names the first one.
+        ValueError: A shape differs; the message names the first tensor.
     """
     for name, (tensor, shape) in shapes.items():
         if tensor is not None and tensor.shape != shape:

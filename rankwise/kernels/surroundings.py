@@ -1,8 +1,8 @@
-"""The one place that keeps what surrounds a call of ours out of what it computes.
+"""This module keeps what surrounds a call of a method from changing what the method computes.
 
-Whole training loops run inside ``torch.autocast``, under another default device than the weights', in inference mode,
-in a compiled function. A model is meant to be changed by these; what follows a basis or an inverse from step to step
-is not. What is off already is looked at, and not touched.
+Training loops run inside ``torch.autocast``, under another default device than the weights', in inference mode, in a
+compiled function. These are meant to change a model, not a basis or an inverse that is followed from step to step. What
+is off already is read, and not switched.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ __all__ = ["is_imagined", "stand_ins", "undisturbed", "undisturbed_anywhere"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _STAND_INS = ("FAKE", "FUNCTIONAL", "PROXY")
-"""Modes of torch's dispatcher in which tensors stand for others; the rest watch what is done, and do it."""
+"""Modes of torch's dispatcher in which tensors stand for others; other modes only watch what is computed."""
 
 
 def undisturbed(function: Function) -> Function:
-    """Make a method compute the same whatever surrounds its calls.
+    """Make a method compute one result whatever surrounds its calls.
 
     While it runs there is no autocast on any device, no default device nor other mode of torch's functions, no
     inference mode, no recording of gradients, no reduced precision of products, and no compiler. Modes that watch what
     is dispatched, such as counters of operations, stay.
 
     Raises:
-        RuntimeError: In calls, where tensors are but stand-ins; nothing has changed then.
+        RuntimeError: The method is called where tensors are but stand-ins; nothing has changed then.
     """
     return _guarded(function, True)
 
 
 def undisturbed_anywhere(function: Function) -> Function:
-    """:func:`undisturbed` for methods that touch neither weights nor states, and are called among stand-ins, too."""
+    """Do what :func:`undisturbed` does, for methods that leave weights and states alone and so allow stand-ins."""
     return _guarded(function, False)
 
 
@@ -54,9 +54,9 @@ def _guarded(function: Function, among_real: bool) -> Function:
 
     @wraps(function)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # The compiler takes the first for a constant; the second tells of one that watches what this thread calls.
+        # The first answer is a constant to a compiler that traces this; the second says that one watches this thread.
         if torch.compiler.is_compiling() or _watcher() is not None:
-            # Does nothing but in a compiler, which repeats the message where it may not cut a function in two.
+            # Only a compiler acts on this: it cuts the function in two, or repeats the message where it may not.
             torch._dynamo.graph_break(
                 msg="call step() outside of what fullgraph=True compiles; nothing is gained inside"
             )
@@ -67,16 +67,16 @@ def _guarded(function: Function, among_real: bool) -> Function:
     return guarded  # type: ignore[return-value]
 
 
-# Absent from some releases, whose compiler cannot be asked: what it traces itself is told by the first question.
+# Some releases lack this function. Then the question above it notices only what the compiler traces itself.
 _watcher: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 
 
 def _uncompiled(function: Any) -> Callable[..., Any]:
-    found: Callable[..., Any] | None = getattr(function, "uncompiled", None)
-    if found is None:
-        # Not when it is defined: the compiler takes as long to import as torch.
-        found = function.uncompiled = torch.compiler.disable(function)
-    return found
+    uncompiled: Callable[..., Any] | None = getattr(function, "uncompiled", None)
+    if uncompiled is None:
+        # Only a first call wraps the function, because the compiler takes as long to import as torch.
+        uncompiled = function.uncompiled = torch.compiler.disable(function)
+    return uncompiled
 
 
 def _is_disturbed() -> bool:
@@ -89,7 +89,7 @@ def _switched_off() -> Iterator[None]:
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
-            # It was what kept gradients from being recorded.
+            # Inference mode was what kept gradients from being recorded.
             stack.enter_context(torch.no_grad())
         stack.enter_context(torch._C._DisableAutocast())
         while torch._C._len_torch_function_stack():
@@ -98,7 +98,7 @@ def _switched_off() -> Iterator[None]:
 
 
 def stand_ins() -> str | None:
-    """What makes tensors stand for others here, ``FakeTensorMode`` for example; None where they are themselves."""
+    """Return the name of what makes tensors stand-ins here, such as ``FakeTensorMode``; None where they are real."""
     if torch._C._functorch.maybe_current_level() is not None:
         return "transform of torch.func"
     if torch._C._is_tracing():
@@ -111,14 +111,14 @@ def stand_ins() -> str | None:
 
 
 def is_imagined() -> bool:
-    """Whether a pass of a model is made by stand-ins; a compiler's own is compiled, and real later."""
+    """Whether a pass of a model runs on stand-ins; one that a compiler traces does not count, as it will be real."""
     return not torch.compiler.is_compiling() and stand_ins() is not None
 
 
 def _refuse_stand_ins(owner: Any, method: str) -> None:
-    found = stand_ins()
-    if found is not None:
+    mode = stand_ins()
+    if mode is not None:
         raise RuntimeError(
-            f"{type(owner).__name__}.{method.strip('_')}() is called in a {found}, where tensors are but stand-ins: "
+            f"{type(owner).__name__}.{method.strip('_')}() is called in a {mode}, where tensors are but stand-ins: "
             "it works on real weights and states; call it outside, and leave it out of what is traced"
         )

@@ -1,7 +1,7 @@
-"""MKOR on CPUs, one matrix after another and in place: the factor update with its stabilizer, and preconditioning.
+"""On CPUs MKOR updates factors and preconditions gradients one matrix after another, and in place.
 
-Factors are taken some rows at a time, which are converted for the products. These functions read what they compute,
-norms for instance, and decide in Python: elsewhere that would make the host wait.
+Factors are read and converted some rows at a time. These functions read what they compute, norms for instance, and
+decide in Python, which on other devices would make the host wait.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from rankwise.mkor.workspace import Workspace
 __all__ = ["precondition_into", "update_factors_"]
 
 _BLOCK = 65536
-"""Elements that a thread works on at a time: with them and a few temporaries the second-level cache is about full."""
+"""Elements that a thread works on at a time; they and a few temporaries about fill the second-level cache."""
 _CONVERTED = 2**20
-"""Elements of a factor that are converted at a time: they stay in the cache until they are multiplied."""
+"""Elements of a factor that are converted at a time, and stay in the cache until they are multiplied."""
 _LEAST_SIDE = 256
-"""Rows or columns below which products with them are slower than those of the whole."""
+"""With fewer rows or columns at a time, products are slower than one with the whole factor."""
 
 
 class _Affine(NamedTuple):
-    """The matrix ``scale * J + sign * w w^T + diagonal * I``; without ``w``, no such term."""
+    """The matrix ``scale * J + sign * w w^T + diagonal * I``; without a vector ``w`` it has two terms."""
 
     scale: float
     diagonal: float
@@ -36,7 +36,7 @@ class _Affine(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """Product of an inverse with the statistics vector, and its norm, not finite if an entry is not."""
+    """Product of an inverse with the statistics vector, and the inverse's norm, not finite if one of its entries is."""
 
     product: Tensor
     size: float
@@ -52,23 +52,23 @@ def update_factors_(
     norm: str = "row_sum",
     seen: Tensor | None = None,
 ) -> Tensor:
-    """One step of many factor inverses: :func:`rankwise.mkor.formulas.update_factor` on each, in place.
+    """Do one step of many factor inverses, :func:`rankwise.mkor.formulas.update_factor` on each, in place.
 
-    Each is read twice and written once. As :func:`rankwise.mkor.cuda.factor_updates.update_factors_` does, it judges a
-    result by the largest entry it could have rather than by its entries, and rounds what the stabilizer blends to the
-    storage type only once the rank-1 term has been added.
+    An inverse is read twice and written once. As :func:`rankwise.mkor.cuda.factor_updates.update_factors_` does, this
+    judges a result by the largest entry that it could have rather than by its entries, and rounds what the stabilizer
+    blends to the storage type only after the rank-1 term has been added.
 
     Args:
         inverses: (d, d) each, contiguous, of any floating-point type.
-        vectors: (n, d).
+        vectors: (n, d), a statistics vector for each inverse.
         decay: Factor momentum.
         rule: One of :data:`rankwise.mkor.formulas.RULES`.
         stabilizer: Threshold and retention, or None.
         norm: One of :data:`rankwise.mkor.formulas.FACTOR_NORMS`.
-        seen: (n,) bool: inverses that take part; the others keep every bit. None: all.
+        seen: (n,) bool, inverses that take part; others keep every bit. None: all take part.
 
     Returns:
-        (n,) bool: which inverses took the update; False for those not seen.
+        (n,) bool, which inverses took the update; False for those that take no part.
     """
     taken = [False] * len(inverses)
     for index, inverse in enumerate(inverses):
@@ -86,14 +86,14 @@ def update_factors_(
 
 
 def _blocks(matrix: Tensor, work: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Rows of a matrix, a few at a time: which, they themselves, and as many rows of the workspace."""
+    """Yield a few rows of a matrix at a time: their slice, the rows, and as many rows of the workspace."""
     for start in range(0, len(matrix), len(work)):
         rows = slice(start, min(start + len(work), len(matrix)))
         yield rows, matrix[rows], work[: rows.stop - rows.start]
 
 
 def _workspace(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """For so many of its rows as keep two blocks in the cache."""
+    """Make a workspace of so many of a matrix's rows that two blocks stay in the cache."""
     rows, columns = matrix.shape
     few = min(rows, max(1, 2 * _BLOCK * torch.get_num_threads() // columns))
     return torch.empty(few, columns, dtype=dtype, device="cpu")
@@ -110,7 +110,7 @@ def _measure(inverse: Tensor, vector: Tensor, norm: str, work: Tensor) -> _Measu
 
 
 def _stabilized(size: float, stabilizer: tuple[float, float] | None) -> tuple[_Affine, float]:
-    """What the stabilizer makes of an inverse of this norm, and a bound of the norm of that."""
+    """Return what the stabilizer makes of an inverse of this norm, and a bound of the result's norm."""
     if stabilizer is not None and not math.isfinite(size):
         return _Affine(0.0, 1.0), 1.0
     if stabilizer is not None and size > stabilizer[0]:
@@ -122,7 +122,7 @@ def _stabilized(size: float, stabilizer: tuple[float, float] | None) -> tuple[_A
 def _moved(
     stable: _Affine, size: float, product: Tensor, vector: Tensor, decay: float, rule: str, largest: float
 ) -> _Affine | None:
-    """The rank-1 update of a stabilized inverse; None where it might not be finite."""
+    """Return a stabilized inverse with its rank-1 update; None where it might not be finite."""
     direction = stable.diagonal * vector
     if stable.scale:
         direction.add_(product, alpha=stable.scale)
@@ -138,7 +138,7 @@ def _moved(
         keep, sign, above = decay, 1.0, 1.0 - decay
     if not below > 0.0:
         return None
-    # The root goes into the vector, which enters twice: the product is symmetric to the last bit.
+    # The root goes into the vector, which enters twice, so that the product is symmetric to the last bit.
     direction.mul_(math.sqrt(above / below))
     peak = float(direction.abs().max())
     if not keep * size + peak * peak + 1.0 < largest:
@@ -157,7 +157,7 @@ def _apply(inverse: Tensor, change: _Affine, work: Tensor) -> None:
         else:
             wide.zero_()
         if change.vector is not None:
-            # Not addr_, whose rounding depends on the place.
+            # addr_ is not used, because its rounding depends on the place.
             wide.addcmul_(change.vector[rows, None], change.vector, value=change.sign)
         if change.diagonal:
             wide.diagonal(rows.start).add_(change.diagonal)
@@ -177,20 +177,20 @@ def precondition_into(
     rescale: bool = True,
     product: torch.dtype | None = None,
 ) -> None:
-    """Precondition one gradient: :func:`rankwise.mkor.formulas.precondition`.
+    """Precondition one gradient as :func:`rankwise.mkor.formulas.precondition` does.
 
-    Whole passes over a matrix, few and each on all threads: they are between two products that are several times as
-    long, and a matrix stays in the last-level cache from one to the next.
+    A few passes over the whole matrix, each on all threads, lie between two products that take several times as long; a
+    matrix stays in the last-level cache from one to the next.
 
     Args:
-        out: Where the results go, laid out as ``parts``; other memory than theirs.
-        parts: The gradient of a weight, 1-D, and if it rides along that of the bias; left as they are.
+        out: Tensors for the results, with the lengths of ``parts`` and other memory.
+        parts: Gradient of a weight, 1-D, and of its bias if that rides along; they do not change.
         shape: Rows and columns of the weight.
-        left: Left factor inverse, of as many rows as the matrix has, or None.
-        right: Right one, of as many as it has columns, or None.
-        space: Gives the operands of the products.
-        turned: The bias is the last row of the matrix and not the last column.
-        rescale: Give the result the Frobenius norm the gradient had.
+        left: Left factor inverse, with a row for each row of the matrix, or None.
+        right: Right factor inverse, with a row for each column of the matrix, or None.
+        space: Memory for operands of the products.
+        turned: Whether the bias is the last row of the matrix and not the last column.
+        rescale: Whether the result gets the Frobenius norm of the gradient.
         product: Type of the products; None for :func:`rankwise.mkor.formulas.product_dtype`.
     """
     rows, columns = shape
@@ -198,7 +198,7 @@ def precondition_into(
     whole = (rows + (turned and rides), columns + (not turned and rides))
     sides = [side for side in (left, right) if side is not None]
     dtype = product or product_dtype(parts[0], *sides)
-    # What lies as an operand or a result has to lie is taken there.
+    # A gradient or result that is laid out as products need it is not copied.
     factor, target = (_in_place(tensors, whole, dtype) for tensors in (parts, out))
     if factor is None:
         factor = space.take("factor", whole, dtype)
@@ -207,12 +207,12 @@ def precondition_into(
     result = target if target is not None else space.take("factor" if len(sides) == 2 else "product", whole, dtype)
     if left is not None:
         between = result if right is None else space.take("product", whole, dtype)
-        for some, operand in _operands(left, dtype, space, 0):
-            torch.mm(operand, factor, out=between[some])
+        for lines, operand in _operands(left, dtype, space, 0):
+            torch.mm(operand, factor, out=between[lines])
         factor = between
     if right is not None:
-        for some, operand in _operands(right, dtype, space, 1):
-            torch.mm(factor, operand, out=result[:, some])
+        for lines, operand in _operands(right, dtype, space, 1):
+            torch.mm(factor, operand, out=result[:, lines])
     if target is None:
         for place, part in zip(_places(result if sides else factor, shape, turned), out, strict=False):
             part.view_as(place).copy_(place)
@@ -221,15 +221,15 @@ def precondition_into(
 
 
 def _in_place(parts: Sequence[Tensor], whole: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
-    """A matrix of one part that has the type of the products already."""
+    """Return one part as the matrix if it is all of it and has the type of the products, else None."""
     return parts[0].view(whole) if len(parts) == 1 and parts[0].dtype == dtype else None
 
 
 def _operands(factor: Tensor, dtype: torch.dtype, space: Workspace, dim: int) -> Iterator[tuple[slice, Tensor]]:
-    """A factor in the type of the products, a few of its rows (``dim`` 0) or columns (1) at a time: which, and they.
+    """Yield a few rows (``dim`` 0) or columns (1) of a factor at a time, in the products' type, with their slice.
 
-    A copy of the whole would be the largest tensor of a step, and hardly faster: converting takes a few hundredths of
-    the product's time.
+    A copy of the whole factor would be the largest tensor of a step, and hardly faster: converting takes a few
+    hundredths of the product's time.
     """
     if factor.dtype == dtype:
         yield slice(None), factor
@@ -242,7 +242,7 @@ def _operands(factor: Tensor, dtype: torch.dtype, space: Workspace, dim: int) ->
 
 
 def _places(matrix: Tensor, shape: tuple[int, int], turned: bool) -> tuple[Tensor, Tensor]:
-    """Where the weight is in the matrix, and where what rides along is."""
+    """Return views of the weight and of the bias in the matrix."""
     rows, columns = shape
     return matrix[:rows, :columns], matrix[rows:] if turned else matrix[:, columns:]
 
@@ -258,6 +258,6 @@ def _rescale_(out: Sequence[Tensor], parts: Sequence[Tensor], columns: int) -> N
 
 
 def _norm(parts: Sequence[Tensor], columns: int) -> float:
-    """Frobenius norm; row by row, which takes all threads and does not depend on how many there are."""
+    """Return the Frobenius norm, summed row by row, which takes all threads and does not depend on their number."""
     norms = [torch.linalg.vector_norm(parts[0].view(-1, columns), dim=1), *map(torch.linalg.vector_norm, parts[1:])]
     return math.hypot(*(float(torch.linalg.vector_norm(norm, dtype=torch.float64)) for norm in norms))

@@ -1,4 +1,4 @@
-"""The forms of MKOR's products and factor updates, chosen by device and type."""
+"""This module chooses the forms of MKOR's products and factor updates, by device and type."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ __all__ = ["factor_update_for", "precondition_into_for", "together_for"]
 
 
 def precondition_into_for(device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
-    """:func:`rankwise.mkor.cpu.precondition_into`, or a form of it for what it runs on.
+    """Return what preconditions one gradient, :func:`rankwise.mkor.cpu.precondition_into` or a form of it.
 
     Args:
         device: Where the gradients lie.
-        dtype: Their type.
+        dtype: Type of the gradients.
 
     Returns:
-        None where matrices are preconditioned in stacks: where reading a norm would make the host wait.
+        The function; None where reading a norm would make the host wait, and matrices are preconditioned in stacks.
     """
     return compiled.precondition_into if is_for_cpus(kernels_for(device, dtype)) else None
 
 
 def factor_update_for(device: torch.device, dtype: torch.dtype, factor: torch.dtype) -> Callable[..., Tensor] | None:
-    """:func:`rankwise.mkor.cpu.update_factors_`, or a form of it for what it runs on.
+    """Return what updates factors in place, :func:`rankwise.mkor.cpu.update_factors_` or a form of it.
 
     Args:
         device: Where the factors lie.
-        dtype: The type of the vectors.
-        factor: The type of the factors.
+        dtype: Type of the vectors.
+        factor: Type of the factors.
 
     Returns:
-        None where only the pure functions are left.
+        The function; None where only the pure functions are left.
     """
     chosen = kernels_for(device, dtype)
     if is_for_cpus(chosen):
@@ -51,12 +51,12 @@ def factor_update_for(device: torch.device, dtype: torch.dtype, factor: torch.dt
 
 
 def together_for(device: torch.device, dtype: torch.dtype, product: torch.dtype) -> ModuleType | None:
-    """The module :mod:`rankwise.mkor.cuda.preconditioning_together`, or None where it takes no such gradients.
+    """Return :mod:`rankwise.mkor.cuda.preconditioning_together`, or None where it takes no such gradients.
 
     Args:
         device: Where the gradients lie.
-        dtype: Their type.
-        product: The type of the products.
+        dtype: Type of the gradients.
+        product: Type of the products.
     """
     if kernels_for(device, dtype) is not triton:
         return None

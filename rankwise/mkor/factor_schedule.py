@@ -1,4 +1,4 @@
-"""At which steps each matrix's factors are due: by its own count, until it has been seen at one of them."""
+"""The schedule says at which steps each matrix's factors are due, by the matrix's own count of steps."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ __all__ = ["FactorSchedule", "joined", "without_factors"]
 
 
 class FactorSchedule:
-    """Every ``interval`` steps of a matrix, from its first one; later where it was not in use when it was due.
+    """Makes factors due every ``interval`` steps of a matrix from its first one, or later if it was unused when due.
 
-    A gradient of zero counts as a step where ranks hold shards, so a layer that is used at other steps than those at
-    which it is due would never be seen. After a step that missed it, every rank looks out for it by itself; the next
-    step at which it is due tells all ranks whether one has glimpsed it, and then it is due at every step until it is
-    seen, whose place in the interval it keeps. So ranks decide alike, and a layer that is not in use costs nothing.
+    A gradient of zero counts as a step where ranks hold shards, so that a layer that is used at other steps than the
+    due ones would never be seen. After a step that missed it, every rank looks out for it by itself. The next due step
+    says to all ranks whether one has glimpsed it. If so, it is due at every step until it is seen, and from then on at
+    that place in the interval. Ranks so come to one decision, and an unused layer costs nothing.
 
     Args:
         interval: Steps between updates.
 
     Attributes:
         heard: Matrices that have had tokens at a step that was due.
-        left_out: Those that take gradients but had no token so far; they have no factors until they do.
+        left_out: Matrices that take gradients but have had no token; they have no factors until they have one.
         missed: Matrices without a token at the last step that was due.
-        glimpsed: Those among them that this rank has had tokens for since.
+        glimpsed: Missed matrices for which this rank has had tokens since.
     """
 
     def __init__(self, interval: int) -> None:
@@ -32,9 +32,9 @@ class FactorSchedule:
         self.left_out: set[str] = set()
         self.missed: set[str] = set()
         self.glimpsed: set[str] = set()
-        # The exceptions alone: what is in use at every step needs neither.
+        # Only exceptions have entries here; a layer that is in use at every step has none.
         self._phases: dict[str, int] = {}
-        # Of those searched for: intervals the search goes on, and how many it went on when it began.
+        # For how many intervals a matrix is still searched for, and for how many when its search began.
         self._searching: dict[str, int] = {}
         self._efforts: dict[str, int] = {}
 
@@ -42,25 +42,25 @@ class FactorSchedule:
         """Whether a matrix takes a factor update.
 
         Args:
-            key: The matrix.
-            count: The number of its present step, from 1.
+            key: Name of the matrix.
+            count: Number of its present step, from 1.
         """
         return self._in_place(key, count) or key in self._searching
 
     def note(self, key: str, count: int, seen: bool, glimpsed: bool) -> None:
-        """Tell how a step went at which a matrix was due.
+        """Note how a step went at which a matrix was due.
 
         Args:
-            key: The matrix.
-            count: The number of the step.
-            seen: Whether any rank has had tokens for it.
-            glimpsed: Whether any rank has had some since the step that missed it.
+            key: Name of the matrix.
+            count: Number of the step.
+            seen: Whether any rank has had tokens for the matrix.
+            glimpsed: Whether any rank has had tokens since the step that missed the matrix.
         """
         self.glimpsed.discard(key)
         if seen:
             self.heard.add(key)
             self.missed.discard(key)
-            if key not in self.left_out:  # it has no factors yet that could have moved
+            if key not in self.left_out:  # a matrix left out has no factors that could have moved
                 self._searching.pop(key, None)
                 self._efforts.pop(key, None)
             if not self._in_place(key, count):
@@ -70,7 +70,7 @@ class FactorSchedule:
             self._search_on(key, glimpsed)
 
     def _search_on(self, key: str, glimpsed: bool) -> None:
-        """An interval has passed in vain; what is glimpsed again after a search is searched for twice as long."""
+        """Go on after an interval without tokens: what is glimpsed after a search is searched for twice as long."""
         if glimpsed:
             self._efforts[key] = self._searching[key] = 2 * self._efforts.get(key, 0) or 1
         elif self._searching.get(key, 0) > 1:
@@ -79,7 +79,7 @@ class FactorSchedule:
             self._searching.pop(key, None)
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Count some matrices from their next step on, which is their first one again."""
+        """Forget some matrices, whose next step is their first one again."""
         for key in keys:
             self.missed.discard(key)
             self.glimpsed.discard(key)
@@ -87,14 +87,14 @@ class FactorSchedule:
                 kept.pop(key, None)
 
     def put_off(self, key: str, count: int) -> None:
-        """Have a matrix due at the step of this number, and from there on."""
+        """Make a matrix due at the step of this number, and every interval from there on."""
         self._phases[key] = count % self.interval
 
     def _in_place(self, key: str, count: int) -> bool:
         return (count - self._phases.get(key, 1)) % self.interval == 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule in plain data."""
+        """Return the schedule in plain data."""
         return {
             "heard": sorted(self.heard),
             "left_out": sorted(self.left_out),
@@ -106,7 +106,7 @@ class FactorSchedule:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave; of an empty one, as if nothing had been seen yet."""
+        """Take over what :meth:`state_dict` gave; after an empty one, nothing has been seen yet."""
         self.heard, self.left_out, self.missed, self.glimpsed = (
             set(state.get(name, ())) for name in ("heard", "left_out", "missed", "glimpsed")
         )
@@ -116,10 +116,10 @@ class FactorSchedule:
 
 
 def joined(extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One extra state of those of ranks that step other matrices, whose schedules alone differ.
+    """Join the extra states of ranks that step different matrices, and differ in their schedules only.
 
     Args:
-        extras: As :meth:`rankwise.step.optimizer.ShardedOptimizer.extra_state` gave them, of any optimizer.
+        extras: Results of :meth:`rankwise.step.optimizer.ShardedOptimizer.extra_state` of any optimizer.
     """
     schedule: dict[str, Any] = {}
     for name, value in (item for extra in extras for item in extra.get("factor_schedule", {}).items()):
@@ -131,9 +131,9 @@ def joined(extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def without_factors(extra: Mapping[str, Any]) -> frozenset[str]:
-    """Matrices that had no factors when an optimizer was saved, as they had had no token.
+    """Return the matrices that had no factors when an optimizer was saved, because they had had no token.
 
     Args:
-        extra: See :func:`joined`.
+        extra: Extra state of any optimizer.
     """
     return frozenset(extra.get("factor_schedule", {}).get("left_out", ()))

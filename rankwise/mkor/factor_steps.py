@@ -1,4 +1,4 @@
-"""Which steps move which factors, which statistics they need, and what becomes of layers that are not in use."""
+"""This module decides which steps move which factors, on which statistics, and what becomes of unused layers."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class _News(NamedTuple):
     """A factor step of which the host has yet to learn.
 
     Attributes:
-        unit: The unit that took the step.
-        counts: The numbers of the step by matrix.
-        numbers: See :class:`rankwise.statistics.collector.Reduced`.
+        unit: Unit that took the step.
+        counts: Numbers of the step by matrix.
+        numbers: Reports and numbers of tokens, as :class:`rankwise.statistics.collector.Reduced` has them.
     """
 
     unit: StepUnit
@@ -62,14 +62,14 @@ class FactorSteps:
     """Follows the schedule of every matrix and learns from its factor steps.
 
     Args:
-        options: MKOR's.
+        options: Options of MKOR.
         table: The parameters and their rules.
-        planner: The units.
-        statistics: Listens to what is due.
-        matrix_states: The factors of this rank.
+        planner: The planner of the units.
+        statistics: Collector of statistics, which is told what is due.
+        matrix_states: Factors of this rank.
 
     Attributes:
-        schedule: When factors are due.
+        schedule: Says when factors are due.
     """
 
     def __init__(
@@ -84,21 +84,21 @@ class FactorSteps:
         self._options, self._table, self._planner = options, table, planner
         self._statistics, self._matrix_states = statistics, matrix_states
         self._frozen: set[str] = set()
-        # Whether the gradient of its bias rides along with a matrix, as planned last.
+        # Whether a bias's gradient rode along with a matrix when it was planned last.
         self._rides_along: dict[str, bool] = {}
-        # Of matrices that begin anew, those of which nothing was gathered for this step.
+        # Matrices that begin anew, but for which nothing was gathered for this step.
         self._unheard: set[str] = set()
         self._news: list[_News] = []
         self._failures: dict[str, float] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # The model of a copy is not captured.
+        # A copy has captured no model.
         return {**vars(self), "_frozen": set()}
 
     # --- rules --------------------------------------------------------------------------------------------------
 
     def route_captured(self) -> None:
-        """Send what no linear module uses to the fallback; after a capture."""
+        """Send weights that no linear module uses to the fallback, after a capture."""
         if not self._statistics.listens:
             return
         table, records = self._table, self._statistics.records
@@ -109,10 +109,10 @@ class FactorSteps:
         self._route_left_out()
 
     def drop_turned(self, before: Mapping[str, ParameterInfo]) -> None:
-        """Factors of weights that turn out to lie the other way, or to hold several matrices, start anew.
+        """Drop the factors of weights that turn out to be transposed, or to hold several matrices.
 
         Args:
-            before: What was known of the parameters, by name.
+            before: Catalog entries of the parameters before the capture, by name.
         """
         for name, (info, _) in self._table.catalog.items():
             if (info.transposed, info.fused) != (before[name].transposed, before[name].fused):
@@ -123,7 +123,7 @@ class FactorSteps:
         self._table.send_to_fallback(left_out, "no input was seen: its module has not been called")
 
     def warn_of_unfrozen(self) -> None:
-        """Say once which parameters are trained by now that were frozen when the model was captured."""
+        """Warn once of parameters that were frozen when the model was captured and are trained by now."""
         thawed = [name for name in sorted(self._frozen) if self._table.parameters[name].requires_grad]
         if thawed:
             self._frozen.difference_update(thawed)
@@ -135,9 +135,9 @@ class FactorSteps:
             )
 
     def plan_again(self, optimizer: Planned, groups: Groups) -> None:
-        """Plan units anew of which some matrices have changed their rule.
+        """Plan units anew if some of their matrices have changed their rule.
 
-        Between two rounds of steps: until then the units of one round are planned by the same routes.
+        That happens between two rounds of steps, so that all units of a round are planned by one set of routes.
         """
         planner = self._planner
         for key, old in [(key, unit) for key, unit in planner.units.items() if unit.notes.get(_STALE)]:
@@ -148,7 +148,7 @@ class FactorSteps:
             new.traffic = old.total_traffic
 
     def _drop_untouched(self, keys: Sequence[str]) -> None:
-        """What was never changed of the states of matrices that are left out need not be kept."""
+        """Drop the states of matrices that are left out if their factors are still the identity."""
         for key in keys:
             state = self._matrix_states.get(key, {})
             factors = [value for side, value in state.items() if side != "failures"]
@@ -161,9 +161,9 @@ class FactorSteps:
     # --- when ---------------------------------------------------------------------------------------------------
 
     def watch(self, unit: StepUnit, tasks: Sequence[MatrixTask]) -> None:
-        """Plan which statistics the unit's steps look at: those of its matrices, and of layers not heard of yet.
+        """Plan which statistics the unit's steps look at: those of its matrices and of layers that are left out.
 
-        A weight that has joined its bias's param group, or left it, starts its factors anew: they have other sides.
+        A weight that has joined its bias's param group, or left it, starts its factors anew, as their sides differ.
         """
         rode = {task.key: self._rides_along.get(task.key, task.signature.has_bias) for task in tasks}
         self._matrix_states.drop([task.key for task in tasks if rode[task.key] != task.signature.has_bias])
@@ -177,18 +177,18 @@ class FactorSteps:
         unit.notes[_TENSORS] = {key: unit.tensors[places[key]] for key in keys} if places else {}
 
     def counts(self, unit: StepUnit, states: States) -> dict[str, int]:
-        """The number of this step of every watched matrix that takes it."""
+        """Return the number of this step for every watched matrix that takes it."""
         if not unit.missing_alike:
             return dict.fromkeys(unit.notes[WATCHED], unit.common_step(states))
         tensors = unit.notes[_TENSORS]
         return {key: int(states[tensor]["step"]) for key, tensor in tensors.items() if tensor.grad is not None}
 
     def begin_anew(self, unit: StepUnit, keys: Sequence[str], groups: Groups) -> None:
-        """Some matrices of the unit take a first step again, of which their users say nothing else.
+        """Note that some matrices of the unit take their first step again, as users have reset their states.
 
         Args:
-            unit: The unit of the step.
-            keys: The matrices.
+            unit: Unit of the step.
+            keys: Names of the matrices.
             groups: The optimizer's param groups.
         """
         self.learn(groups)
@@ -196,13 +196,13 @@ class FactorSteps:
         self._unheard.update(set(keys).difference(keys if (awaited := unit.notes.get(_AWAITED)) is None else awaited))
 
     def miss_unheard(self) -> None:
-        """Between a backward pass and its step: of what was not listened to, nothing can begin with this step."""
+        """Note, between a backward pass and its step, which matrices were not listened to and so cannot begin yet."""
         for unit in self._planner.units.values():
             if _AWAITED in unit.notes:
                 self._unheard.update(set(unit.notes[WATCHED]).difference(unit.notes[_AWAITED]))
 
     def due(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """The matrices whose factors move at this step, with its number."""
+        """Return the matrices whose factors move at this step, with their numbers of the step."""
         for key in self._unheard.intersection(counts):
             self._unheard.discard(key)
             self.schedule.put_off(key, counts[key] + 1)
@@ -214,49 +214,49 @@ class FactorSteps:
         awaited = []
         for key in unit.notes[WATCHED]:
             count = counts[key] if key in counts else int(states.get(tensors[key], {}).get("step", 0))
-            # A factor step that turns out to have been undone comes again.
+            # A factor step that turns out to have been undone is repeated.
             again = self._options.skip_nonfinite and self.schedule.is_due(key, count)
             if again or self.schedule.is_due(key, count + 1):
                 awaited.append(key)
-        # Vectors leave early only if they will be wanted: a layer that is not in use now may stay so.
+        # Vectors leave early only if the next step will want them; a layer that is unused now may stay so.
         unit.notes[_CERTAIN] = any(key in counts for key in awaited)
         unit.notes[_AWAITED] = sorted({*awaited, *self.schedule.missed.intersection(unit.notes[WATCHED])})
         units = list(self._planner.units.values())
-        known = [other.notes.get(_AWAITED if _AWAITED in other.notes else WATCHED) or () for other in units]
-        keys = [key for unit_keys in known for key in unit_keys]
+        keys_of_units = [other.notes.get(_AWAITED if _AWAITED in other.notes else WATCHED) or () for other in units]
+        keys = [key for unit_keys in keys_of_units for key in unit_keys]
         self._statistics.listen_to(keys, any(other.notes.get(_CERTAIN) is not False for other in units))
 
     # --- statistics ---------------------------------------------------------------------------------------------
 
     def reduced(self, unit: StepUnit, counts: Mapping[str, int], groups: Groups) -> dict[str, LayerVectors]:
-        """Statistics over all ranks of some matrices of the unit.
+        """Return statistics over all ranks for some matrices of the unit.
 
         Args:
-            unit: The unit.
-            counts: The numbers of their steps.
+            unit: Unit of the step.
+            counts: Numbers of the step for these matrices.
             groups: The optimizer's param groups.
 
         Raises:
-            RuntimeError: A matrix's factors have failed too often, and the host knows of it at once.
+            RuntimeError: A matrix's factors have failed too often, and the host learns of it at once.
         """
         first = unit is next(iter(self._planner.units.values()))
         if first:
             self._statistics.forget_results()
         if not counts:
             return {}
-        found = self._statistics.reduced(unit, list(counts), first, self._own_report)
-        self._news.append(_News(unit, dict(counts), found.numbers))
-        if found.numbers.is_here:
+        statistics = self._statistics.reduced(unit, list(counts), first, self._own_report)
+        self._news.append(_News(unit, dict(counts), statistics.numbers))
+        if statistics.numbers.is_here:
             self.learn(groups)
             self._refuse_broken()
-        return found.vectors
+        return statistics.vectors
 
     def sketches(self, unit: StepUnit, due: Mapping[str, int]) -> Sketches:
-        """What makes the vectors of some matrices of the unit, of their gradients.
+        """Return what makes vectors for some matrices of the unit from their gradients.
 
         Args:
-            unit: The unit.
-            due: The numbers of their steps.
+            unit: Unit of the step.
+            due: Numbers of the step for these matrices.
         """
         table = unit.notes.get(_SIGNS)
         if table is None:
@@ -268,7 +268,7 @@ class FactorSteps:
         """Learn from the factor steps of the last round as the next one begins.
 
         Args:
-            unit: The unit to be stepped; None if it has yet to be planned.
+            unit: Unit to be stepped; None if it has yet to be planned.
             groups: The optimizer's param groups.
 
         Raises:
@@ -279,7 +279,7 @@ class FactorSteps:
         self._refuse_broken()
 
     def learn(self, groups: Groups) -> None:
-        """Learn from all factor steps so far, for which the host may have to wait; what is broken is told by steps.
+        """Learn from all factor steps so far, for which the host may have to wait; steps raise for broken factors.
 
         Args:
             groups: The optimizer's param groups.
@@ -292,12 +292,12 @@ class FactorSteps:
         refuse_broken_factors(list(failures), list(failures.values()))
 
     def drop_statistics(self, unit: StepUnit) -> None:
-        """Statistics gathered for a step that takes none must not be added to those of the next one."""
+        """Drop statistics of a step that took none, which must not be added to those of the next one."""
         seen = self._statistics.drop(unit.notes[WATCHED])
         self.schedule.glimpsed.update(self.schedule.missed.intersection(seen))
 
     def _own_report(self, key: str) -> Tensor | None:
-        """What this rank adds to the numbers of a matrix that all ranks are told: see :meth:`_note`."""
+        """Return what this rank adds to the report on a matrix: failures if it is the owner, and a glimpse."""
         failures = self._matrix_states.get(key, {}).get("failures")
         if key not in self.schedule.glimpsed:
             return failures
@@ -307,7 +307,7 @@ class FactorSteps:
         )
 
     def _note(self, news: _News, groups: Groups) -> None:
-        """Learn from a factor step; the numbers are over all ranks, so that all of them decide alike."""
+        """Learn from a factor step; the numbers are sums over all ranks, which therefore come to one decision."""
         unit, counts = news.unit, news.counts
         schedule, keys = self.schedule, list(counts)
         reports, tokens = news.numbers.read()
@@ -317,7 +317,7 @@ class FactorSteps:
             schedule.note(key, counts[key], number > 0, report % 1 > 0)
         self._warn_of_replaced(unit, schedule.missed - missed)
         silent = sorted(counts.keys() - schedule.heard - schedule.left_out)
-        found = sorted(schedule.left_out & schedule.heard)
+        regained = sorted(schedule.left_out & schedule.heard)
         if silent and unit.layout.rank == 0:
             logger.warning(
                 "MKOR: no input was seen of %s, so the update is that of %s alone: a weight is used without calling "
@@ -327,16 +327,16 @@ class FactorSteps:
                 self._options.backend,
                 _COMPILED if has_compiled() else "",
             )
-        if silent or found:
-            schedule.left_out = (schedule.left_out | set(silent)) - set(found)
-            self._take_back(found, groups)
+        if silent or regained:
+            schedule.left_out = (schedule.left_out | set(silent)) - set(regained)
+            self._take_back(regained, groups)
             for other in self._planner.units.values():
-                # Not the unit of the step alone: it may have been planned anew since.
-                if any(key in other.layout.shapes for key in (*silent, *found)):
+                # The unit of the step may have been planned anew since, so that all units are looked at.
+                if any(key in other.layout.shapes for key in (*silent, *regained)):
                     other.notes[_STALE] = True
 
     def _warn_of_replaced(self, unit: StepUnit, missed: Collection[str]) -> None:
-        """Of layers that a step has missed for the first time, tell which have other modules than when captured."""
+        """Warn of layers that a step has missed for the first time because other modules use their weights now."""
         hooks = self._statistics.hooks
         if not missed or hooks is None or unit.layout.rank != 0:
             return
@@ -350,19 +350,19 @@ class FactorSteps:
             )
 
     def _take_back(self, found: Sequence[str], groups: Groups) -> None:
-        """Give matrices the rule again that their options ask for."""
+        """Route matrices again as their options ask."""
         for name in found:
             self._table.route_by(groups, name)
         self._route_left_out()
 
     @property
     def has_news(self) -> bool:
-        """Whether there are factor steps of which the host has yet to learn, or to tell."""
+        """Whether the host has yet to learn from factor steps, or to raise for failures."""
         return len(self._news) + len(self._failures) > 0
 
     @property
     def unheard(self) -> int:
-        """Captured layers of which no input has come by so far."""
+        """Number of captured layers of which no input was seen so far."""
         return len(self._statistics.records.keys() - self.schedule.heard)
 
     # --- checkpoints --------------------------------------------------------------------------------------------
@@ -371,7 +371,7 @@ class FactorSteps:
         """Take over when factors are due.
 
         Args:
-            state: As :meth:`FactorSchedule.state_dict` gave it.
+            state: Result of :meth:`FactorSchedule.state_dict`.
             groups: The optimizer's param groups.
         """
         self._statistics.listen_to_all()

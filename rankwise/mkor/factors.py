@@ -1,4 +1,4 @@
-"""MKOR's Kronecker factors: one left and one right inverse per matrix, handled in batches of equal shape."""
+"""MKOR has one left and one right factor inverse per matrix, which are handled in batches of equal shape."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class KroneckerFactors:
     """Creates, moves and applies the factors; the states stay with their owner.
 
     Args:
-        options: MKOR's.
+        options: Options of MKOR.
 
     Attributes:
         decay: Factor momentum.
@@ -40,25 +40,25 @@ class KroneckerFactors:
 
     def __init__(self, options: MKOROptions) -> None:
         self._options, self.decay = options, options.decay
-        # But for rounding sketches keep 0 < J <= I, and nothing grows; yet the row sums of such a matrix may be large.
+        # Sketches keep 0 < J <= I but for rounding, so that nothing grows; yet row sums of such a matrix may be large.
         self._stabilizer = None if options.sketches else options.stabilizer
         self._formula: Rule = "official" if options.sketches else options.rule  # type: ignore[assignment]
 
     def product_type(self, device: torch.device, dtype: torch.dtype) -> torch.dtype:
-        """The type of the products with gradients of a type on a device: the option's, or what it leaves to them."""
+        """Return the type of products with gradients of a type on a device, which the option names or leaves open."""
         wish = self._options.product_dtype
         if wish != "auto":
             return getattr(torch, wish)  # type: ignore[no-any-return]
-        # Wider factors were asked for their digits.
+        # Users ask for wider factors because of their digits.
         return product_dtype_for(device, dtype) if self._options.factor_dtype == "bfloat16" else dtype
 
     @staticmethod
     def computes_singly(device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether :meth:`apply_to_one` is for gradients of this type on this device."""
+        """Whether :meth:`apply_to_one` takes gradients of this type on this device."""
         return precondition_into_for(device, dtype) is not None
 
     def fresh(self, signature: LayerSignature, device: torch.device) -> MatrixState:
-        """Identity factors, and the number of factor steps in a row that failed. Too long a side gets no factor."""
+        """Return identity factors, none for too long a side, and a count of factor steps that failed in a row."""
         dtype = getattr(torch, self._options.factor_dtype)
         lengths = {name: (length, 0) for name, length in signature.lefts.items()}
         lengths["right"] = (signature.inputs, int(signature.has_bias))
@@ -70,7 +70,7 @@ class KroneckerFactors:
         return {**state, "failures": torch.zeros((), dtype=torch.int32, device=device)}
 
     def lendable(self, task: MatrixTask) -> dict[str, int]:
-        """Bytes of a matrix's factors, which another rank may keep between steps; the owner counts failures."""
+        """Return the bytes of a matrix's factors, which another rank may keep; the count of failures stays."""
         state = self.fresh(task.signature, torch.device("meta"))
         return {name: value.nbytes for name, value in state.items() if name != "failures"}
 
@@ -81,16 +81,16 @@ class KroneckerFactors:
         vectors: Mapping[str, LayerVectors],
         decay: float,
     ) -> tuple[Tensor, Tensor]:
-        """One guarded rank-1 update of both sides of a batch; a matrix that saw no token keeps its factors.
+        """Do one guarded rank-1 update of both sides of a batch; a matrix that saw no token keeps its factors.
 
         Args:
-            tasks: The matrices.
+            tasks: Tasks of the matrices.
             states: States of the matrices, changed in place.
-            vectors: What they take in, by key.
-            decay: What they keep of themselves.
+            vectors: Statistics of the matrices, by key.
+            decay: Factor momentum.
 
         Returns:
-            Numbers of matrices moved, and kept because the result was not finite, 0-d.
+            Number of matrices that moved, and of those that stayed because the result was not finite, 0-d.
         """
         seen = torch.cat([vectors[task.key][2] for task in tasks]) > 0
         healthy = torch.ones_like(seen)
@@ -105,10 +105,10 @@ class KroneckerFactors:
         return (healthy & seen).sum(), (~healthy).sum()
 
     def _of_sketch(self, vectors: Tensor) -> Tensor:
-        """At the scale of the identity: that of a gradient says nothing."""
+        """Scale vectors to the size of the identity, because the size of a gradient says nothing."""
         root = math.sqrt(self._options.sketch_gain * vectors.shape[1])
         largest = vectors.abs().amax(1, keepdim=True)
-        # Squares of very small or large numbers are 0 or infinite.
+        # Without this division, squares of very small or large numbers would be 0 or infinite.
         vectors = vectors / torch.where(largest > 0, largest, 1.0)
         norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
         return vectors * (root / torch.where(norms > 0, norms, 1.0))
@@ -122,7 +122,7 @@ class KroneckerFactors:
         return torch.cat([inputs, torch.ones_like(inputs[:, :1])], dim=1) if tasks[0].signature.has_bias else inputs
 
     def _update(self, inverses: list[Tensor], vectors: Tensor, seen: Tensor, decay: float) -> Tensor:
-        """Move those that were seen, in place; tells which of them took the update."""
+        """Move the inverses that were seen, in place, and return which of them took the update."""
         options = self._options
         update_in_place = factor_update_for(vectors.device, vectors.dtype, inverses[0].dtype)
         if update_in_place is not None:
@@ -166,16 +166,16 @@ class KroneckerFactors:
         """Precondition the gradients of a batch.
 
         Args:
-            signature: Signature of its matrices.
+            signature: Signature of the matrices.
             states: States of the matrices.
-            stack: (matrices, elements): each the flattened weight gradient, followed by that of the bias; left alone
-                unless it is spent.
+            stack: (matrices, elements), in each row the flattened gradients of the weight and then of the bias; it does
+                not change unless it is spent.
             product: Type of the products.
-            space: For what comes in between on a CPU.
+            space: Memory for temporaries on a CPU.
             spent: Whether the result may be the stack.
 
         Returns:
-            The preconditioned gradients, laid out alike.
+            The preconditioned gradients in the layout of ``stack``.
         """
         if signature.blocks:
             return _by_block(signature, states, stack, partial(self.apply, product=product, space=space))
@@ -198,7 +198,7 @@ class KroneckerFactors:
         left, right = ([state[side] for state in states] if side in states[0] else None for side in ("left", "right"))
         shape = (signature.outputs, signature.inputs)
         if signature.transposed:
-            # The factors are symmetric: the transposed gradient changes their places, and its bias is its last row.
+            # The factors are symmetric, so that they change places for a transposed gradient; its bias is its last row.
             left, right = right, left
             shape = (signature.inputs + signature.has_bias, signature.outputs)
         update = _products(stack, shape, left, right, product)
@@ -208,7 +208,7 @@ class KroneckerFactors:
         return rescale_to_norm(update[:, None], stack[:, None], *norms)[:, 0]
 
     def together(self, device: torch.device, dtype: torch.dtype, product: torch.dtype) -> ModuleType | None:
-        """What preconditions many gradients of this type on this device at once, if there is such a form."""
+        """Return what preconditions many gradients of this type on this device at once, if there is such a form."""
         return together_for(device, dtype, product)
 
     def precondition(
@@ -220,8 +220,8 @@ class KroneckerFactors:
         form: ModuleType,
         product: torch.dtype,
     ) -> Preconditioned:
-        """Preconditioned gradients of many matrices, as
-        :func:`rankwise.mkor.cuda.preconditioning_together.preconditioned_as` has them.
+        """Precondition gradients of many matrices as
+        :func:`rankwise.mkor.cuda.preconditioning_together.preconditioned_as` does.
         """
         rescale = self._options.rescale is not None
         return form.preconditioned_as(arrangement, runs, lefts, rights, product, rescale)  # type: ignore[no-any-return]
@@ -235,23 +235,23 @@ class KroneckerFactors:
         product: torch.dtype,
         space: Workspace,
     ) -> None:
-        """Precondition one gradient where :meth:`computes_singly` says so; the same bits as :meth:`apply` there.
+        """Precondition one gradient, to the bits of :meth:`apply`, where :meth:`computes_singly` says so.
 
         Args:
             signature: Signature of the matrix.
-            state: Its state.
-            parts: Gradients of its weight and, if it has one, of its bias, 1-D; left as they are.
-            out: For the preconditioned ones, in other memory.
+            state: State of the matrix.
+            parts: Gradients of the weight and, if it rides along, of the bias, 1-D; they do not change.
+            out: Tensors for the preconditioned gradients, in other memory.
             product: Type of the products.
-            space: For what comes in between.
+            space: Memory for temporaries.
         """
         for block in signature.blocks:
             old, new = signature.parts_of(block, parts), signature.parts_of(block, out)
-            # Copies of what has gaps; the rest stays where it is.
+            # Parts with gaps are copied; parts without gaps are used where they lie.
             results = [part.flatten() if len(part) == 1 else part.new_empty(part.numel()) for part in new]
             gradients = [part.flatten() for part in old]
-            own, factors = signature.of_block(block), _of_block(state, block)
-            self.apply_to_one(own, factors, gradients, results, product, space)
+            block_signature, factors = signature.of_block(block), _of_block(state, block)
+            self.apply_to_one(block_signature, factors, gradients, results, product, space)
             for target, values in zip(new, results, strict=True):
                 if len(target) > 1:
                     target.copy_(values.view(target.shape))
@@ -270,22 +270,22 @@ class KroneckerFactors:
 def _by_block(
     signature: LayerSignature, states: Sequence[MatrixState], stack: Tensor, apply: Callable[..., Tensor]
 ) -> Tensor:
-    """What ``apply`` makes of each block of a batch, as if it were a layer, put together again."""
+    """Apply a function to each block of a batch as if it were a layer, and put the results together."""
     result, sizes = torch.empty_like(stack), signature.sizes
     for block in signature.blocks:
-        own, old = signature.of_block(block), signature.parts_of(block, stack.split(sizes, dim=1))
+        block_signature, old = signature.of_block(block), signature.parts_of(block, stack.split(sizes, dim=1))
         gradients = torch.cat([part.flatten(1) for part in old], dim=1)
-        preconditioned = apply(own, [_of_block(state, block) for state in states], gradients)
+        preconditioned = apply(block_signature, [_of_block(state, block) for state in states], gradients)
         new = signature.parts_of(block, result.split(sizes, dim=1))
-        for target, values in zip(new, preconditioned.split(own.sizes, dim=1), strict=True):
+        for target, values in zip(new, preconditioned.split(block_signature.sizes, dim=1), strict=True):
             target.copy_(values.view(target.shape))
     return result
 
 
 def _of_block(state: MatrixState, block: Block) -> MatrixState:
-    """The factors of one block by the names they would have in a layer of its own."""
+    """Return the factors of one block by the names that they would have in a layer of its own."""
     names = {f"left[{block.name}]": "left", "right": "right"}
-    return {name: state[own] for own, name in names.items() if own in state}
+    return {name: state[key] for key, name in names.items() if key in state}
 
 
 def _gradient(
@@ -305,7 +305,7 @@ def _products(
     right: Sequence[Tensor] | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The batch times its factors, laid out as the batch; what follows a matrix in it is its last column."""
+    """Multiply a batch by its factors; what follows a matrix in a row of the batch is the matrix's last column."""
     elements = math.prod(shape)
     matrix = stack[:, :elements].view(-1, *shape)
     whole = torch.cat([matrix, stack[:, elements:, None]], dim=2) if stack.shape[1] > elements else matrix

@@ -1,6 +1,6 @@
-"""MKOR's rule for factors of any storage type: arithmetic in float32 or float64, products in what a machine has.
+"""These functions apply MKOR's rule to factors of any storage type, with arithmetic in float32 or float64.
 
-Notation as in :mod:`rankwise.mkor.rule`. All functions work on batches of matrices.
+:mod:`rankwise.mkor.rule` has the notation. All functions work on batches of matrices.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ RESCALES: tuple[str, ...] = ("joint", "sum_of_norms")
 
 
 def rank1_inverse_update(inverse: Tensor, vector: Tensor, decay: float, rule: Rule = "official") -> Tensor:
-    """:func:`rankwise.mkor.rule.rank1_inverse_update`; a symmetric ``inverse`` gives an exactly symmetric result.
+    """Do :func:`rankwise.mkor.rule.rank1_inverse_update`; a symmetric ``inverse`` gives an exactly symmetric result.
 
-    ``official`` keeps J between 0 and the identity. One so damaged that the denominator is not positive gives NaN.
+    ``official`` keeps J between 0 and the identity. A J so damaged that the denominator is not positive gives NaN.
 
     Args:
         inverse: Factor inverse, symmetric positive definite, ``(..., d, d)``.
@@ -53,15 +53,15 @@ def rank1_inverse_update(inverse: Tensor, vector: Tensor, decay: float, rule: Ru
 
 
 def stabilize(inverse: Tensor, threshold: float, retention: float, norm: FactorNorm = "row_sum") -> Tensor:
-    """:func:`rankwise.mkor.rule.stabilize`.
+    """Do :func:`rankwise.mkor.rule.stabilize`.
 
-    It is written out once more, in place, for CPUs (``_stabilized`` in :mod:`rankwise.mkor.cpu`) and for devices
-    (``_decide_kernel`` in :mod:`rankwise.mkor.cuda.factor_updates`).
+    CPUs (``_stabilized`` in :mod:`rankwise.mkor.cpu`) and other devices (``_decide_kernel`` in
+    :mod:`rankwise.mkor.cuda.factor_updates`) have forms of it that work in place.
 
     Args:
         inverse: Factor inverse, ``(..., d, d)``.
         threshold: Norm above which the stabilizer acts, not negative.
-        retention: What it keeps of such an inverse, in [0, 1].
+        retention: Share of such an inverse that it keeps, in [0, 1].
         norm: One of `FACTOR_NORMS`.
 
     Returns:
@@ -79,10 +79,11 @@ def update_factor(
     retention: float = 0.9,
     norm: FactorNorm = "row_sum",
 ) -> tuple[Tensor, Tensor]:
-    """:func:`rankwise.mkor.rule.factor_step`, with what is stored rounded after each part of it.
+    """Do :func:`rankwise.mkor.rule.factor_step`, rounding to the storage type after each part of it.
 
     A non-finite vector leaves the stabilized inverse in place; a non-finite inverse is first reset to the identity.
-    The other matrices of the batch are not touched by either. Arguments are those of the two functions above.
+    Neither touches the other matrices of the batch. :func:`rank1_inverse_update` and :func:`stabilize` have the
+    arguments.
 
     Returns:
         The new inverse ``(..., d, d)`` in the type of ``inverse``, and the mask ``(...)`` of those updated.
@@ -112,11 +113,11 @@ def precondition(
     is not. Where ``U`` has a norm of zero or one that is not finite, the gradient itself is returned.
 
     Args:
-        grad: gradient ``D``, ``(..., o, i)``; with ``has_bias`` its last column is the bias gradient.
+        grad: Gradient ``D``, ``(..., o, i)``; with ``has_bias`` its last column is the bias gradient.
         left_inverse: ``(..., o, o)``, or None for the identity.
         right_inverse: ``(..., i, i)``, or None for the identity.
-        rescale: one of `RESCALES`, or None to return ``U``.
-        has_bias: whether the last column is the bias gradient; matters to ``sum_of_norms`` only.
+        rescale: One of `RESCALES`, or None to return ``U``.
+        has_bias: Whether the last column is the bias gradient; only ``sum_of_norms`` asks.
 
     Returns:
         A new tensor ``(..., o, i)`` in the type of ``grad``.
@@ -130,11 +131,11 @@ def precondition(
 
 
 def product_dtype(grad: Tensor, *inverses: Tensor) -> torch.dtype:
-    """Type of the operands of a preconditioning product; the sums are at least float32.
+    """Return the type of the operands of a preconditioning product; the sums are at least float32.
 
     Args:
-        grad: the gradient.
-        inverses: the factor inverses it is multiplied by.
+        grad: Gradient.
+        inverses: Factor inverses that the gradient is multiplied by.
 
     Returns:
         float64 for a gradient of that type; bfloat16 if all inverses are stored in it; otherwise float32. Never
@@ -148,13 +149,13 @@ def product_dtype(grad: Tensor, *inverses: Tensor) -> torch.dtype:
 def apply_inverses(
     grad: Tensor, left_inverse: Tensor | None, right_inverse: Tensor | None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Product of the left factor inverse, the gradient and the right factor inverse; None stands for the identity.
+    """Multiply the left factor inverse, the gradient and the right factor inverse; None stands for the identity.
 
     Args:
-        grad: ``(..., o, i)``; rounded to ``dtype``, as are the two products.
+        grad: ``(..., o, i)``, rounded to ``dtype``, as are the two products.
         left_inverse: ``(..., o, o)`` or None.
         right_inverse: ``(..., i, i)`` or None.
-        dtype: of the products; None for `product_dtype`.
+        dtype: Type of the products; None for `product_dtype`.
 
     Returns:
         A new tensor ``(..., o, i)`` in float32, or in float64 if ``grad`` is.
@@ -170,11 +171,11 @@ def apply_inverses(
 
 
 def gradient_norm(grad: Tensor, split_bias: bool = False) -> Tensor:
-    """Frobenius norm of a gradient, or the sum of those of its weight part and of its bias column.
+    """Return the Frobenius norm of a gradient, or the sum of the norms of its weight part and its bias column.
 
     Args:
         grad: ``(..., o, i)``.
-        split_bias: take the last column for itself.
+        split_bias: Whether the last column has a norm of its own.
 
     Returns:
         ``(...)``.
@@ -188,5 +189,5 @@ def gradient_norm(grad: Tensor, split_bias: bool = False) -> Tensor:
 
 
 def _compute_dtype(*tensors: Tensor) -> torch.dtype:
-    """Float64 if one of the tensors is, else float32: the type of all arithmetic outside the products."""
+    """Return float64 if one of the tensors is, else float32: the type of all arithmetic outside the products."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32

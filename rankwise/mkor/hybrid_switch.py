@@ -1,8 +1,8 @@
-"""When MKOR-H hands over to the first-order optimizer.
+"""This module decides when MKOR-H hands over to the first-order optimizer.
 
 The paper (arXiv:2306.01685) says only that MKOR-H watches the loss and drops second-order updates when its decrease
-slows down; neither a formula nor code was published. The criterion here is ours, modelled on the knee-point
-learning-rate scheduler of the paper's appendix, and so are its default values.
+slows down; neither a formula nor code was published. The criterion is ours, modelled on the knee-point learning-rate
+scheduler of the paper's appendix, and so are its default values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _State = dict[str, int | float | bool]
 
 
 class KneeDetector:
-    r"""Tells when a loss curve has passed its knee.
+    r"""Says when a loss curve has passed its knee.
 
     With :math:`m_t` the bias-corrected moving average of the loss, :math:`r_t` that of its decrease per step and
     :math:`R_t` the mean decrease since the start,
@@ -45,17 +45,17 @@ class KneeDetector:
         r_t < \beta R_t, \qquad R_t = \frac{m_1 - m_t}{t - 1}
 
     must hold at ``patience`` consecutive steps from step ``min_steps`` on. The answer is final. It depends on the
-    losses alone: feed every rank the same ones (averaged over data parallelism, sent from the last pipeline stage).
-    Losses that are not finite are passed over.
+    losses alone: feed every rank the same losses (averaged over data parallelism, sent from the last pipeline stage).
+    Losses that are not finite do not count.
 
     Args:
-        beta: fraction of the mean decrease below which a step counts as slow, positive.
-        patience: consecutive slow steps it takes, at least 1.
-        min_steps: steps before the first check, at least 2.
-        ema: decay of both averages, in [0, 1).
+        beta: Fraction of the mean decrease below which a step counts as slow, positive.
+        patience: Number of consecutive slow steps that make a knee, at least 1.
+        min_steps: Step from which on steps are checked, at least 2.
+        ema: Decay of both averages, in [0, 1).
 
     Raises:
-        ValueError: if an argument is out of range.
+        ValueError: An argument is out of range.
     """
 
     def __init__(self, beta: float = 0.1, patience: int = 20, min_steps: int = 100, ema: float = 0.95) -> None:
@@ -79,7 +79,7 @@ class KneeDetector:
         """Take the loss of one step.
 
         Args:
-            loss: the same value on every rank.
+            loss: Loss, which must be equal on all ranks.
 
         Returns:
             Whether the knee has been passed, now or before.
@@ -89,17 +89,17 @@ class KneeDetector:
         return self.switched
 
     def state_dict(self) -> _State:
-        """Copy of the state: plain numbers only."""
+        """Return a copy of the state, in plain numbers."""
         return self._knee._asdict()
 
     def load_state_dict(self, state: _State) -> None:
         """Take over a state from `state_dict`.
 
         Args:
-            state: the numbers of another detector.
+            state: Numbers of another detector.
 
         Raises:
-            ValueError: if its keys are not those of `state_dict`.
+            ValueError: The keys are not those of `state_dict`.
         """
         if state.keys() != set(Knee._fields):
             raise ValueError(
@@ -119,13 +119,13 @@ class _Loss:
     """A micro-batch's loss.
 
     Attributes:
-        value: The loss, 0-d.
+        value: Loss, 0-d.
         is_propagated: Whether its backward pass is known to have begun.
     """
 
     def __init__(self, value: Tensor | float, is_propagated: bool) -> None:
-        known = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32, device="cpu")
-        self.value = known.to(torch.float32).reshape(())
+        scalar = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32, device="cpu")
+        self.value = scalar.to(torch.float32).reshape(())
         self.is_propagated = is_propagated
 
 
@@ -140,10 +140,10 @@ class LossWindow:
         """Take a micro-batch's loss.
 
         Args:
-            loss: A scalar.
-            window_id: Names the accumulation window; losses of another one that nobody has used belong to a step that
-                was skipped, after an overflow for instance, and are dropped.
-            is_propagated: Whether its backward pass has begun.
+            loss: Scalar.
+            window_id: Identifier of the accumulation window. Unused losses of another window belong to a step that was
+                skipped, after an overflow for instance, and are dropped.
+            is_propagated: Whether the loss's backward pass has begun.
         """
         if window_id != self._id:
             self.clear()
@@ -160,15 +160,15 @@ class LossWindow:
         self._losses = [loss for loss in self._losses if not loss.is_propagated]
 
     def take_sum(self, layout: Layout, device: torch.device, traffic: Traffic) -> HostCopy:
-        """Sum over micro-batches and ranks, the same on every rank; the window is empty afterwards.
+        """Return the sum over micro-batches and ranks, and empty the window; a collective.
 
         Args:
-            layout: Names the ranks, which must call this together.
-            device: Where to sum.
+            layout: Layout with the ranks.
+            device: Device on which to sum.
             traffic: Counts the collective.
 
         Returns:
-            (2,), the sum, and the number of losses in it.
+            (2,), the sum and the number of losses in it.
         """
         total = torch.zeros(2, dtype=torch.float64, device=device)
         if self._losses:
@@ -181,7 +181,7 @@ class LossWindow:
         return HostCopy(total)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy belongs to no framework that could go on naming its windows.
+        # No framework names the windows of a copy.
         return {**self.__dict__, "_id": None}
 
 
@@ -189,13 +189,13 @@ class Switch:
     """Drops the factors when the ``hybrid`` options say so.
 
     Args:
-        options: MKOR's.
-        statistics: Not needed any more then.
-        matrix_states: The factors.
-        planner: The units, one of which counts the losses.
+        options: Options of MKOR.
+        statistics: Collector, whose hooks are released with the factors.
+        matrix_states: Factors of this rank.
+        planner: The planner of the units, one of which counts the losses.
 
     Attributes:
-        detector: Looks at the losses.
+        detector: Finds the knee of the losses.
         losses: Losses of the present window.
         is_over: Whether the first-order optimizer has taken over.
     """
@@ -220,12 +220,12 @@ class Switch:
         return KneeDetector(options.hybrid_beta, options.hybrid_patience, options.hybrid_min_steps, options.hybrid_ema)
 
     def begin_anew(self) -> None:
-        """Have seen no loss yet; those of the present window count."""
+        """Forget all losses but those of the present window."""
         self._silent_steps = 0
         self.load_state_dict({"switched": False, **self._fresh().state_dict()})
 
     def record(self, loss: Tensor | float, is_propagated: bool = False) -> None:
-        """Take a micro-batch's loss; see :meth:`rankwise.MKOR.record_loss`."""
+        """Take a micro-batch's loss, as :meth:`rankwise.MKOR.record_loss` says."""
         if not self._hears:
             return
         taken = self.losses.add(loss, self._statistics.window_id(), is_propagated)
@@ -239,11 +239,11 @@ class Switch:
             loss.register_hook(begin)
 
     def expect(self, loss: Tensor, unless: Callable[[], bool] = lambda: False) -> None:
-        """Take a micro-batch's loss once a backward pass of it begins that adds to gradients.
+        """Take a micro-batch's loss once its backward pass begins, if that adds to gradients.
 
         Args:
             loss: Scalar with its graph.
-            unless: Asked then: whether somebody else reports it.
+            unless: Whether somebody else reports the loss; asked when the backward pass begins.
         """
         value = loss.detach().clone()
 
@@ -256,7 +256,7 @@ class Switch:
             loss.register_hook(arrived)
 
     def begin_pass(self) -> None:
-        """A backward pass begins: forget losses whose gradients were thrown away since."""
+        """Forget losses whose gradients were thrown away, as a backward pass begins."""
         if self._hears and not self._statistics.keeps_gradients():
             self.losses.drop_propagated()
 
@@ -265,7 +265,7 @@ class Switch:
         return self._options.hybrid and not self.is_over and not self._statistics.is_paused
 
     def consider(self, unit: StepUnit) -> None:
-        """Feed the detector this step's loss, once per step, the same on every rank; on a device, the last step's."""
+        """Feed the detector this step's loss, or on a device that of the step before; a collective, once per step."""
         if not self.watches(unit):
             return
         self._learn()
@@ -278,11 +278,11 @@ class Switch:
             self.is_over = True
             self.drop_factors()
             if unit.layout.rank == 0:
-                # As loud as loggers are that nobody has turned up: from here on it is another optimizer.
+                # A warning, which loggers show by default: from here on this is another optimizer.
                 logger.warning("MKOR-H: the loss has passed its knee; continuing with %s alone.", self._options.backend)
 
     def _learn(self) -> None:
-        """Show the detector the last losses; they have been sent to the host a step ago, unless they were there."""
+        """Show the detector the last losses, which left for the host a step ago unless they were there."""
         if self._news is not None:
             total, count = self._news.read()
             self._news = None
@@ -300,23 +300,23 @@ class Switch:
             )
 
     def watches(self, unit: StepUnit) -> bool:
-        """Whether the steps of a unit take the losses."""
+        """Whether the steps of a unit take the losses, as those of one unit do."""
         first = next((other for other in self._planner.units.values() if not other.apart), unit)
         return self._options.hybrid and not self.is_over and not unit.apart and unit is first
 
     def drop_factors(self) -> None:
-        """Have no statistics and no factors any more, if the first-order optimizer has taken over."""
+        """Drop hooks and factors if the first-order optimizer has taken over."""
         if self.is_over:
             self._statistics.release()
             self._matrix_states.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """In plain data."""
+        """Return the state in plain data."""
         self._learn()
         return {"switched": self.is_over, **self.detector.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave; an empty one changes nothing."""
+        """Take over what :meth:`state_dict` gave; an empty one leaves the switch and its detector as they are."""
         self._news = None
         if state:
             self.is_over = bool(state["switched"])
@@ -324,7 +324,7 @@ class Switch:
         if self.is_over:
             self.drop_factors()
         elif self._statistics.hooks is not None:
-            # Back from after the switch: hooks and factors come into use again.
+            # A checkpoint of before the switch brings hooks and factors into use again.
             self._statistics.put_back()
             if any(WATCHED not in unit.notes for unit in self._planner.units.values()):
                 self._planner.forget()

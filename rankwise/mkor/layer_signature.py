@@ -1,4 +1,4 @@
-"""What MKOR's layers of one batch have in common."""
+"""A signature describes what MKOR's layers of one batch have in common."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class LayerSignature(NamedTuple):
     """What layers of one batch have in common.
 
     Attributes:
-        outputs: Features the layer gives.
-        inputs: Features it takes.
+        outputs: Features that the layer gives.
+        inputs: Features that the layer takes.
         has_bias: Whether the bias gradient rides along as one more column.
         transposed: Whether the weight is (inputs, outputs).
-        position: Param group.
-        blocks: The matrices that the weight's outputs are divided into; empty where it is one. They share the right
-            factor, as they have the inputs in common.
+        position: Position of the param group.
+        blocks: Matrices that the weight's outputs are divided into; empty for a single matrix. They share the right
+            factor, because they share the inputs.
     """
 
     outputs: int
@@ -41,26 +41,26 @@ class LayerSignature(NamedTuple):
 
     @property
     def lefts(self) -> Mapping[str, int]:
-        """Sides of the left factors by their names."""
+        """Side of each left factor, by its name."""
         return {f"left[{block.name}]": block.size for block in self.blocks} or {"left": self.outputs}
 
     def of_block(self, block: Block) -> LayerSignature:
-        """Signature of one block, as if it were a layer."""
+        """Return the signature of one block as if it were a layer."""
         return self._replace(outputs=block.size, blocks=())
 
     def parts_of(self, block: Block, parts: Sequence[Tensor]) -> list[Tensor]:
-        """The block's elements of weights and biases, each (..., elements), as :meth:`Block.of` gives them."""
+        """Return a block of weights and biases, each (..., elements), as :meth:`Block.of` gives it."""
         shape = (self.inputs, self.outputs) if self.transposed else (self.outputs, self.inputs)
         weight, *biases = parts
         return [block.of(weight, *shape), *(replace(block, by_columns=False).of(bias, self.outputs) for bias in biases)]
 
     def slices_of(self, block: Block) -> list[list[slice]]:
-        """Where the block's elements lie in the flattened weight and, if it rides along, in the bias."""
+        """Return where the block's elements lie in the flattened weight and, if it rides along, in the bias."""
         shape = (self.inputs, self.outputs) if self.transposed else (self.outputs, self.inputs)
         biases = [replace(block, by_columns=False).slices(self.outputs)] if self.has_bias else []
         return [block.slices(*shape), *biases]
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of the weight and, if it rides along, of the bias."""
+        """Number of elements of the weight and, if it rides along, of the bias."""
         return (self.outputs * self.inputs, self.outputs)[: 1 + self.has_bias]

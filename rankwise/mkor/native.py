@@ -1,4 +1,4 @@
-"""MKOR's products for CPUs in C++, with the matrix tiles of recent x86 processors (Intel AMX)."""
+"""MKOR's products run in C++ on the matrix tiles of recent x86 processors (Intel AMX)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["precondition_into"]
 
 
 class _Gradient(ctypes.Structure):
-    """As in the source."""
+    """``Gradient`` of ``precondition.h``."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("rows", "columns", "turned")),
@@ -38,17 +38,16 @@ def precondition_into(
     rescale: bool = True,
     product: torch.dtype | None = None,
 ) -> None:
-    """As :func:`rankwise.mkor.cpu.precondition_into`, which takes what there is no form for here.
+    """Precondition one gradient as :func:`rankwise.mkor.cpu.precondition_into` does, which has the arguments.
 
-    That is: everything but bfloat16 products of float32 gradients and bfloat16 factors, and machines without such
-    tiles. The factors must be symmetric, as :func:`rankwise.mkor.cpu.update_factors_` leaves them. The
-    roundings to bfloat16 are the same; the order of the sums between them is not. The bits do not depend on the number
-    of threads.
+    That function takes all but bfloat16 products of float32 gradients and bfloat16 factors, and everything on machines
+    without tiles. The factors must be symmetric, as :func:`rankwise.mkor.cpu.update_factors_` leaves them. Both round
+    to bfloat16 at the same places, but sum in different orders. The bits do not depend on the number of threads.
     """
-    # Nothing is compiled for what there is no form for.
-    known = product in (None, torch.bfloat16) and _is_known(out, parts, left, right)
-    own = products() if known else None
-    if own is None:
+    # The types are checked first, so that nothing is compiled in vain.
+    has_form = product in (None, torch.bfloat16) and _is_known(out, parts, left, right)
+    compiled = products() if has_form else None
+    if compiled is None:
         options = {"turned": turned, "rescale": rescale, "product": product}
         return cpu.precondition_into(out, parts, shape, left, right, space, **options)  # type: ignore[arg-type]
     rows, columns = shape
@@ -63,7 +62,7 @@ def precondition_into(
     blocks = -(-height // SIDE) * -(-width // SIDE)
     memory = space.take("blocks", (2 * blocks * SIDE**2,), torch.bfloat16)
     tensors = (out[0], out[1] if rides else None)
-    own.precondition(
+    compiled.precondition(
         ctypes.byref(gradient),
         *(ctypes.c_void_p(None if side is None else address(side)) for side in (left, right)),
         int(rescale),

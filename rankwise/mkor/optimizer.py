@@ -1,4 +1,4 @@
-"""MKOR: Kronecker-factored preconditioning by rank-1 inverse updates, in front of a first-order optimizer."""
+"""MKOR preconditions gradients with Kronecker factors, moved by rank-1 updates, for a first-order optimizer."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ def _scratch_of(tasks: Sequence[MatrixTask]) -> int:
 
 
 def _follow_resets(optimizer: weakref.ref[MKOR]) -> None:
-    """In a forward pass, so that what begins anew is listened to; one that is imagined is not listened to."""
-    found = optimizer()
-    if found is not None and not found.state and stand_ins() is None:
-        ShardedOptimizer.follow_resets(found)
+    """Follow resets in a forward pass on real tensors, so that layers that begin anew are listened to."""
+    alive = optimizer()
+    if alive is not None and not alive.state and stand_ins() is None:
+        ShardedOptimizer.follow_resets(alive)
 
 
 def _let_go(hooks: weakref.ref[Capture]) -> None:
-    found = hooks()
-    if found is not None:
-        found.let_go()
+    alive = hooks()
+    if alive is not None:
+        alive.let_go()
 
 
 class MKOR(ShardedOptimizer):
@@ -139,7 +139,7 @@ class MKOR(ShardedOptimizer):
         before = {name: info for name, (info, _) in self.table.catalog.items()}
         self.statistics.capture(model, self.param_groups, window, loss_scale, last_micro_batch, describe)
         if self.statistics.hooks is not None and self.needs_capture:
-            # Before layers are heard again, whose model may outlive the optimizer.
+            # These are weak references, because the model may outlive the optimizer.
             self.statistics.hooks.on_forward = partial(_follow_resets, weakref.ref(self))
             weakref.finalize(self, _let_go, weakref.ref(self.statistics.hooks)).atexit = False
         self.factor_steps.drop_turned(before)
@@ -154,25 +154,25 @@ class MKOR(ShardedOptimizer):
 
     @contextmanager
     def capture_paused(self) -> Iterator[None]:
-        """Inside, forward and backward passes of the captured model leave no statistics, and losses do not count.
+        """Let forward and backward passes of the captured model leave no statistics, and losses not count.
 
-        For passes whose gradients a step uses, but whose inputs are not those of training. Evaluation, penalties by
-        ``torch.autograd.grad``, layers that are frozen by then and batches that are thrown away need no pause.
+        This is for passes whose gradients a step uses, but whose inputs are not those of training. Evaluation,
+        penalties by ``torch.autograd.grad``, frozen layers and batches that are thrown away need no pause.
         """
         with self.statistics.paused():
             yield
 
     @undisturbed_anywhere
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch; the statistics of gradients that are gone are forgotten."""
+        """Clear gradients as torch does, and forget the statistics that belong to them."""
         super().zero_grad(set_to_none=set_to_none)
         if not self.statistics.outlast_zero_grad():
             self.statistics.clear()
-            # No other ones: a loss may be recorded between the forward pass and this call.
+            # Other losses stay: one may be recorded between the forward pass and this call.
             self.switch.losses.drop_propagated()
 
     def gradients_unscaled(self, scale: Tensor, is_over: Callable[[], bool]) -> None:
-        """Called by gradient scalers between the backward pass and the step, of whose skipping they say nothing.
+        """Note what a gradient scaler divided this step's gradients by; it does not say when it skips the step.
 
         Args:
             scale: What this step's gradients have been divided by; the statistics have not been.
@@ -182,40 +182,40 @@ class MKOR(ShardedOptimizer):
 
     @undisturbed
     def record_loss(self, loss: Tensor | float, is_propagated: bool = False) -> None:
-        """MKOR-H: report a micro-batch's loss; a step uses the mean over micro-batches and ranks.
+        """Report a micro-batch's loss to MKOR-H; a step uses the mean over micro-batches and ranks.
 
         Args:
             loss: Scalar, not multiplied by a loss scale. If it is given with its graph, before its backward pass, it is
-                forgotten where that pass's gradients are thrown away.
-            is_propagated: Whether its backward pass has run; it is then forgotten likewise.
+                forgotten if that pass's gradients are thrown away.
+            is_propagated: Whether its backward pass has run; the loss is then forgotten with its gradients, too.
         """
         self.switch.record(loss, is_propagated)
 
     @property
     def needs_loss(self) -> bool:
-        """MKOR-H alone."""
+        """Whether steps need losses, as those of MKOR-H do."""
         return self.options.hybrid
 
     @property
     def switched(self) -> bool:
-        """MKOR-H: whether the first-order optimizer has taken over."""
+        """Whether MKOR-H's first-order optimizer has taken over."""
         return self.switch.is_over
 
     @property
     def further_traffic(self) -> list[Traffic]:
-        """See the base class: the statistics."""
+        """The messages that carry statistics."""
         return self.statistics.traffic
 
     @undisturbed
     def read_health(self) -> dict[str, float]:
-        """As in the base class, and ``layers_never_seen``: captured layers of which no input has come by so far."""
+        """Return the counters, with ``layers_never_seen``: captured layers of which no input was seen so far."""
         self.factor_steps.learn(self.param_groups)
         return {**super().read_health(), "layers_never_seen": float(self.factor_steps.unheard)}
 
     # --- plan ---------------------------------------------------------------------------------------------------
 
     def plan(self, unit: StepUnit) -> None:
-        """See the base class: the captured matrices, unless the backend has taken over."""
+        """Plan the owners of the captured matrices, unless the backend has taken over."""
         self.statistics.require()
         self.statistics.follow_exchanged()
         if self.switch.is_over:
@@ -224,7 +224,7 @@ class MKOR(ShardedOptimizer):
         listens = self.needs_capture
         tasks = matrix_tasks(unit, self.statistics.records, table) if listens else uncaptured_tasks(unit, table)
         product = self._factors.product_type(unit.device, unit.dtype)
-        # Those that lie whole on their owner are then stepped together.
+        # Matrices that lie whole on their owner are then stepped together.
         alone = self._factors.together(unit.device, unit.dtype, product) is not None
         self.planner.choose_owners(unit, tasks, alone=alone, lendable=self._factors.lendable)
         self.factor_steps.watch(unit, tasks)
@@ -238,9 +238,9 @@ class MKOR(ShardedOptimizer):
         return super()._unit()
 
     def step_costs(self, unit: StepUnit) -> StepCosts:
-        """See the base class: LAMB's norms, the factors, and the vectors of factor steps."""
+        """Return the costs of a step: LAMB's norms, the factors, and the vectors of factor steps."""
         tasks = [] if unit.exchange is None else [task for batch in unit.exchange.plan.batches for task in batch.tasks]
-        # Two vectors per layer, the number of its tokens and of its failures.
+        # A layer sends two vectors, its number of tokens and its number of failures.
         elements = sum(task.signature.outputs + task.signature.inputs + 2 for task in tasks)
         return StepCosts(
             sums=(2,) if self.options.backend == "lamb" else (),
@@ -259,7 +259,7 @@ class MKOR(ShardedOptimizer):
             return ()
         if self.statistics.early is None:
             return (size,)
-        # They carry the vectors of all units.
+        # These messages carry the vectors of all units.
         first = unit is next(iter(self.planner.units.values()), unit)
         return self.statistics.early.message_bytes if first else ()
 
@@ -277,7 +277,7 @@ class MKOR(ShardedOptimizer):
         """Replace the gradients of preconditioned matrices by their preconditioned forms.
 
         Returns:
-            What the first-order rule has yet to step.
+            Buckets that the first-order rule has yet to step.
         """
         if unit.notes[BEGUN]:
             self.factor_steps.begin_anew(unit, unit.notes[BEGUN], self.param_groups)
@@ -303,25 +303,25 @@ class MKOR(ShardedOptimizer):
         return vectors
 
     def _after_step(self, unit: StepUnit) -> None:
-        # Once it is certain, on the device, that the step counts.
+        # Here the device knows whether the step counts.
         return_kept_states(unit, self.matrix_states, unit.notes.drop(_MOVED) or ())
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
     def follow_resets(self) -> None:
-        """See the base class; called by steps, too, which come after what layers show."""
+        """Follow users who reset states; a step, which calls this too, comes after the statistics of its layers."""
         if self.followed.is_reset(self.state):
             self.factor_steps.miss_unheard()
         super().follow_resets()
 
     def extra_state(self) -> dict[str, Any]:
-        """When factors are due, and the hybrid switch."""
+        """Return when factors are due, and the state of the hybrid switch."""
         self.factor_steps.learn(self.param_groups)
-        own = {"factor_schedule": self.factor_steps.schedule.state_dict(), "hybrid": self.switch.state_dict()}
-        return {**super().extra_state(), **own}
+        extra = {"factor_schedule": self.factor_steps.schedule.state_dict(), "hybrid": self.switch.state_dict()}
+        return {**super().extra_state(), **extra}
 
     def load_extra_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what :meth:`extra_state` gave; of nothing, every matrix is due at its first step.
+        """Take over what :meth:`extra_state` gave; after an empty one every matrix is due at its first step.
 
         Statistics gathered since the last step stay, as the gradients do that they belong to.
         """

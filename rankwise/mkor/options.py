@@ -1,4 +1,4 @@
-"""Options of MKOR, its first-order backend included."""
+"""This module declares the options of MKOR and of its first-order backend."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ __all__ = ["MKOROptions"]
 
 @dataclass(frozen=True)
 class _Stabilizer(Check):
-    """A threshold and what is retained beyond it."""
+    """Checks a threshold and the share that is retained above it."""
 
     kind = float
     count = 2
     optional = True
 
     def __call__(self, value: Any, default: Any) -> Any:
-        """See the base class."""
+        """Return the pair, or None, if it is valid."""
         if value is None:
             return None
         pair = isinstance(value, tuple | list) and len(value) == 2 and all(map(is_number, value))
@@ -47,13 +47,13 @@ class _Stabilizer(Check):
 
     @property
     def range(self) -> str:
-        """See the base class."""
+        """The values that are allowed, in words."""
         return "[threshold > 0, retention in [0, 1]] or null"
 
 
 _OF_MEANS: Mapping[str, Any] = {"update_interval": 10, "factor_decay": 0.95}
 _OF_SKETCHES: Mapping[str, Any] = {"update_interval": 1, "factor_decay": 0.998}
-"""What they are where they are not given, by what the factors follow."""
+"""Defaults that depend on what the factors follow."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class MKOROptions(Options):
 
     @property
     def sketches(self) -> bool:
-        """Whether factors follow the gradient, and nothing that layers show."""
+        """Whether factors follow the gradient, and not the inputs and outputs of layers."""
         return self.rule == "sketch"
 
     @property
@@ -172,33 +172,33 @@ class MKOROptions(Options):
         return float(self.value_of("factor_decay"))
 
     def value_of(self, key: str) -> Any:
-        """See the base class."""
+        """Return the value of an option, with the default that its rule decides."""
         decided = _OF_SKETCHES if self.sketches else _OF_MEANS
         given = getattr(self, key)
         return decided.get(key) if given is None else given
 
     @property
     def varying(self) -> tuple[str, ...]:
-        """Options by param group that the backend reads."""
+        """Options of param groups that the backend reads."""
         read = ("lr", *FirstOrder(self.backend, self.nesterov).rates)
         return tuple(name for name in self.per_group() if name in read)
 
     def unread(self) -> Mapping[str, tuple[str, str]]:
-        """What belongs to the other backends, and to MKOR-H."""
+        """Return options that belong to other backends, another rule or MKOR-H, with the reason and the fix."""
         of_backend = ("betas", "eps") if self.backend == "sgd" else ("momentum", "nesterov")
         other = "'adamw' or 'lamb'" if self.backend == "sgd" else "'sgd'"
-        found = {
+        reasons = {
             key: (f"backend={self.backend!r} does not read it", f"leave it out, or set backend to {other}")
             for key in of_backend
         }
         theirs = ("output_gain", "stabilizer", "stabilizer_norm") if self.sketches else ("sketch_gain",)
-        found |= {
+        reasons |= {
             key: (f"rule={self.rule!r} does not read it", "leave it out, or choose another rule") for key in theirs
         }
         if not self.hybrid:
             knee = [key for key in self.names() if key.startswith("hybrid_")]
-            found |= {key: ("nothing reads it without hybrid", "leave it out, or set hybrid to true") for key in knee}
-        return found
+            reasons |= {key: ("nothing reads it without hybrid", "leave it out, or set hybrid to true") for key in knee}
+        return reasons
 
     def _check_together(self) -> None:
         self._refuse_unread()

@@ -1,4 +1,4 @@
-"""Gradients as they lie in memory with their factor inverses, and what preconditioning makes of them."""
+"""These classes describe gradients in memory with their factor inverses, and preconditioned gradients."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ __all__ = [
 ]
 
 AT_ONCE = 12 << 24
-"""Elements that are preconditioned together on a device at most, but for a larger matrix: as many in the type of the
-products, and those of its largest matrix once more, are all the scratch memory."""
+"""So many elements are preconditioned together on a device at most, unless a single matrix has more. Scratch memory has
+as many in the type of the products, and those of the largest matrix once more."""
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of one matrix, as it lies in memory, with its factor inverses.
+    """The gradient of one matrix in memory, with its factor inverses.
 
     Attributes:
-        rows: Rows of the weight as it lies.
-        columns: Columns of it.
-        weights: Its elements in order, in one or several 1-D runs.
-        biases: The bias's, alike, where it rides along.
+        rows: Rows of the weight in memory.
+        columns: Columns of the weight in memory.
+        weights: Elements of the weight's gradient in order, in one or several 1-D runs.
+        biases: Elements of the bias's gradient in such runs; empty where it does not ride along.
         turned: Whether the bias is one more row; otherwise it is one more column.
-        left: (d, d) for the rows, or None for the identity.
-        right: (d, d) for the columns, alike.
+        left: Factor inverse (d, d) for the rows, or None for the identity.
+        right: Factor inverse (d, d) for the columns, or None for the identity.
     """
 
     rows: int
@@ -46,7 +46,7 @@ class Gradient:
 
     @property
     def form(self) -> GradientForm:
-        """What is known of it without its values."""
+        """The form of the gradient, without its values."""
         weights, biases = (tuple(run.numel() for run in runs) for runs in (self.weights, self.biases))
         sides = (side is not None for side in (self.left, self.right))
         return GradientForm(self.rows, self.columns, weights, biases, self.turned, *sides)
@@ -58,16 +58,16 @@ class Gradient:
 
     @property
     def numel(self) -> int:
-        """Elements of all runs."""
+        """Number of elements of all runs."""
         return sum(run.numel() for run in self.runs)
 
 
 class Preconditioned(NamedTuple):
-    """What has become of some gradients.
+    """Preconditioned gradients.
 
     Attributes:
-        runs: 1-D, in the type of the products.
-        factors: (runs,) fp32, what they are yet to be multiplied by; None: by nothing.
+        runs: 1-D runs in the type of the products.
+        factors: (runs,) fp32 factors that the runs have yet to be multiplied by; None where there are none.
     """
 
     runs: list[Tensor]
@@ -75,6 +75,6 @@ class Preconditioned(NamedTuple):
 
 
 def scratch_of(sizes: Sequence[int]) -> int:
-    """Bytes that matrices of these sizes take on a device, with products in bfloat16."""
+    """Return the bytes of scratch memory for matrices of these sizes on a device, with products in bfloat16."""
     largest = max(sizes, default=0)
     return 2 * (min(sum(sizes), max(AT_ONCE, largest)) + largest)

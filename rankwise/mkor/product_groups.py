@@ -1,6 +1,6 @@
-"""Where the gradients of many matrices lie while they are multiplied by their factors: integers alone.
+"""Integers say where the gradients of many matrices lie while they are multiplied by their factors.
 
-Operands and results lie in one piece of memory, a region for each matrix: where both sides have a factor, the result
+Operands and results lie in one piece of memory, with a region for each matrix. If both sides have a factor, the result
 replaces the operand.
 """
 
@@ -17,29 +17,29 @@ from rankwise.kernels.run_views import RunPlan
 __all__ = ["GradientForm", "ProductForm", "ProductGroup", "ProductGroups", "aligned"]
 
 _ALIGNED = 8
-"""Rows of operands begin at multiples of it: as many elements of two bytes as tensor cores read at once."""
+"""Rows of operands begin at multiples of this number, as tensor cores read so many elements of two bytes at once."""
 _COPIES = 1 << 25
-"""Elements of copies of factors at a time."""
+"""Copies of factors have at most so many elements at a time."""
 _SMALL = 1 << 20
-"""Elements of a matrix up to which a copy of its factors costs less than a launch for it alone."""
+"""For a matrix of up to so many elements, a copy of its factors costs less than a launch of its own."""
 
 
 def aligned(length: int) -> int:
-    """The least such multiple that is not less."""
+    """Round a length up to a multiple of the alignment."""
     return -(-length // _ALIGNED) * _ALIGNED
 
 
 class GradientForm(NamedTuple):
-    """What is known of a gradient without its values.
+    """The form of a gradient, without its values.
 
     Attributes:
-        rows: Rows of the weight as it lies.
-        columns: Columns of it.
-        weights: Lengths of its runs.
-        biases: Those of the bias, where it rides along.
+        rows: Rows of the weight in memory.
+        columns: Columns of the weight in memory.
+        weights: Lengths of the weight's runs.
+        biases: Lengths of the bias's runs; empty where it does not ride along.
         turned: Whether the bias is one more row; otherwise it is one more column.
         has_left: Whether the rows have a factor.
-        has_right: Whether the columns have one.
+        has_right: Whether the columns have a factor.
     """
 
     rows: int
@@ -62,19 +62,19 @@ class GradientForm(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of all runs."""
+        """Number of elements of all runs."""
         return self.shape[0] * self.shape[1]
 
 
 @dataclass(frozen=True, order=True)
 class ProductForm:
-    """What gradients have in common whose products may be one.
+    """The common form of gradients that one product may multiply.
 
     Attributes:
         rows: Rows of the whole matrix, biases included.
-        columns: Columns of it.
-        lone_side: Which side alone has a factor; empty where both have one.
-        has_last_column: Whether the bias is one: it lies by itself in the result.
+        columns: Columns of the whole matrix, biases included.
+        lone_side: The only side that has a factor; empty where both have one.
+        has_last_column: Whether the bias is the last column, which follows the weight in the result.
     """
 
     rows: int
@@ -84,10 +84,10 @@ class ProductForm:
 
     @classmethod
     def of(cls, gradient: GradientForm) -> ProductForm:
-        """The form that a gradient takes in products.
+        """Return the form that a gradient takes in products.
 
         Raises:
-            ValueError: It has no factor.
+            ValueError: The gradient has no factor.
         """
         if not gradient.has_left and not gradient.has_right:
             raise ValueError("a gradient without any factor is not preconditioned; leave it out")
@@ -96,7 +96,7 @@ class ProductForm:
 
     @property
     def stride(self) -> int:
-        """From row to row of an operand."""
+        """Elements from one row of an operand to the next."""
         return aligned(self.columns)
 
     @property
@@ -106,7 +106,7 @@ class ProductForm:
 
     @property
     def result(self) -> int:
-        """Where the result begins in the matrix's memory: over the operand unless that is yet to be read."""
+        """Where the result begins in the matrix's memory: over the operand, or behind it if one product reads it."""
         return self.region if self.lone_side else 0
 
     @property
@@ -116,17 +116,17 @@ class ProductForm:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether matrices of this form are multiplied at once."""
+        """Whether one product multiplies several matrices of this form."""
         return self.rows * self.columns <= _SMALL and not self.has_last_column
 
 
 class ProductGroup(NamedTuple):
-    """Gradients that are multiplied at once; their memory follows one another.
+    """Gradients that one product multiplies, and which follow one another in memory.
 
     Attributes:
-        form: What the gradients have in common.
-        places: Indices among all gradients.
-        start: Where their memory begins.
+        form: Common form of the gradients.
+        places: Indices of the gradients among all gradients.
+        start: Where the memory of the first gradient begins.
     """
 
     form: ProductForm
@@ -135,7 +135,7 @@ class ProductGroup(NamedTuple):
 
 
 class _Operand(NamedTuple):
-    """Where a run is put: of elements, from the beginning of the memory, those before it, of a row, and to the next."""
+    """Where a run goes, in elements: where its target begins, how many precede it there, a row, the next row."""
 
     first: int
     before: int
@@ -147,15 +147,15 @@ class ProductGroups:
     """Products of gradients, grouped by form.
 
     Args:
-        gradients: Their forms, at least one.
+        gradients: Forms of the gradients, at least one.
 
     Attributes:
-        numel: Elements of the memory that they share.
-        results: Where their results lie in it, in the order of the gradients and of their runs.
-        groups: Those that are multiplied at once.
-        partway: Elements of the largest first product of two.
-        runs_of: How many runs each gradient has.
-        has_gaps: Whether the rows of an operand have some between them.
+        numel: Elements of the memory that the gradients share.
+        results: Places of the results in this memory, in the order of the gradients and of their runs.
+        groups: Gradients that are multiplied at once.
+        partway: Elements of the largest product with a first factor, which a second one follows.
+        runs_of: Number of runs of each gradient.
+        has_gaps: Whether the rows of an operand have gaps between them.
 
     Raises:
         ValueError: A gradient has no factor.
@@ -163,20 +163,20 @@ class ProductGroups:
 
     def __init__(self, gradients: Sequence[GradientForm]) -> None:
         forms = [ProductForm.of(gradient) for gradient in gradients]
-        # Those of one form side by side.
+        # Gradients of one form lie side by side.
         order = sorted(range(len(gradients)), key=forms.__getitem__)
         *starts, self.numel = accumulate((forms[place].step for place in order), initial=0)
         start_of = dict(zip(order, starts, strict=True))
         begins = [start_of[place] for place in range(len(gradients))]
         both = list(zip(gradients, forms, begins, strict=True))
-        self.results = RunPlan([[place for each in both for place in _results(*each)]])
-        operands = [operand for each in both for operand in _operands(*each)]
+        self.results = RunPlan([[place for matrix in both for place in _results(*matrix)]])
+        operands = [operand for matrix in both for operand in _operands(*matrix)]
         self._firsts, *self._others = zip(*operands, strict=True)
         self.has_gaps = any(operand.columns != operand.stride for operand in operands)
         self.groups = [
             ProductGroup(form, places, start_of[places[0]])
-            for form, alike in groupby(order, forms.__getitem__)
-            for places in _at_once(form, tuple(alike))
+            for form, same_form in groupby(order, forms.__getitem__)
+            for places in _at_once(form, tuple(same_form))
         ]
         self.partway = max((len(group.places) * group.form.region for group in self._of_two), default=0)
         self.runs_of = [len(gradient.weights) + len(gradient.biases) for gradient in gradients]
@@ -186,10 +186,10 @@ class ProductGroups:
         return (group for group in self.groups if not group.form.lone_side)
 
     def columns(self, base: int, itemsize: int) -> list[Sequence[int]]:
-        """By run: address of its target, elements of the target before it, of a row, and to the next row.
+        """Return lists with an entry per run: address of its target, elements before it there, of a row, to the next.
 
         Args:
-            base: Where the memory begins.
+            base: Address at which the memory begins.
             itemsize: Bytes of an element.
         """
         return [[base + itemsize * first for first in self._firsts], *self._others]
@@ -206,7 +206,7 @@ def _operands(gradient: GradientForm, form: ProductForm, start: int) -> Iterator
     before = 0
     columns, stride = gradient.columns, form.stride
     for length in gradient.weights if form.has_last_column else (*gradient.weights, *gradient.biases):
-        # Without gaps one address says all.
+        # Without gaps the address of the run itself says all.
         yield (
             _Operand(start, before, columns, stride)
             if stride != columns

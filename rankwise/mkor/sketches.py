@@ -1,8 +1,8 @@
-"""What factors follow with rule "sketch": one random combination of a gradient's rows, and one of its columns.
+"""With rule "sketch", factors follow one random combination of a gradient's rows, and one of its columns.
 
-With a gradient ``D`` (o, i) and signs ``e``, ``D e`` has the second moment ``D D^T`` and ``D^T e`` has ``D^T D``: the
-factors of Shampoo (Gupta et al., arXiv:1802.09568), which MKOR's rank-1 updates follow without a layer's inputs. The
-owner of a matrix has its gradient anyway, so nothing is captured and nothing is sent.
+With a gradient ``D`` (o, i) and signs ``e``, ``D e`` has the second moment ``D D^T`` and ``D^T e`` has ``D^T D``. These
+are the factors of Shampoo (Gupta et al., arXiv:1802.09568), which MKOR's rank-1 updates follow without a layer's
+inputs. The owner of a matrix has its gradient anyway, so that nothing is captured and nothing is sent.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from rankwise.statistics.factor_vectors import LayerVectors
 __all__ = ["Sketches", "sign_table"]
 
 _KEPT = 0.95
-"""Share of a factor that stays when it forgets: the published decay."""
+"""Share of a factor that stays when it forgets, which is the published decay."""
 _OFFSETS = 2**16
-"""Places in the table at which signs may begin: so many steps go by until a side is likely to see the same again."""
+"""Places in the table at which signs may begin; after about so many steps a side sees the same signs again."""
 
 
 class Sketches:
-    """Vectors for the factors of a step; the same on any rank, whatever the order of the matrices.
+    """Vectors for the factors of a step, which depend neither on the rank nor on the order of the matrices.
 
     Args:
-        due: Matrices whose factors move, with the number of this step of each.
-        table: Of :func:`sign_table`, for the longest side.
+        due: Matrices whose factors move, each with its number of this step.
+        table: Table of :func:`sign_table` for the longest side.
         decay: Factor momentum.
         interval: Steps from one factor update to the next.
     """
@@ -46,20 +46,20 @@ class Sketches:
         return key in self._due
 
     def decay(self, key: str) -> float:
-        """What a matrix's factors keep of themselves at this update.
+        """Return the share of a matrix's factors that stays at this update.
 
-        They forget now and then, as much at a time as ``official`` does by default: of a smaller share of it, a number
-        in bfloat16 would lose nothing at all.
+        They forget at some updates only, and then as much as ``official`` does by default: a number in bfloat16 would
+        not lose a smaller share at all.
         """
         updates = 1 + (self._due[key] - 1) // self._interval
         return 1.0 if updates % self._forgets_every else self._kept_then
 
     def of(self, tasks: Sequence[MatrixTask], gradients: Sequence[Tensor]) -> dict[str, LayerVectors]:
-        """The combinations of gradients, of inputs and of outputs; "tokens" are 0 where a gradient is.
+        """Return combinations of gradients for inputs and outputs; "tokens" are 0 where a gradient is 0, else 1.
 
         Args:
             tasks: Matrices of one signature.
-            gradients: Those of the weights, 1-D, as they lie.
+            gradients: Gradients of the weights, 1-D, in the order of their memory.
         """
         signature: LayerSignature = tasks[0].signature
         shape = (signature.outputs, signature.inputs)
@@ -70,23 +70,23 @@ class Sketches:
             matrix, step = gradient.view(shape), self._due[task.key]
             torch.mv(matrix, self._signs("columns", step, shape[1]).to(like.dtype), out=by_row[place])
             torch.mv(matrix.T, self._signs("rows", step, shape[0]).to(like.dtype), out=by_column[place])
-        found = (value.to(self._table.dtype) for value in (by_row, by_column))
-        outputs, inputs = reversed([*found]) if signature.transposed else found
+        combinations = (value.to(self._table.dtype) for value in (by_row, by_column))
+        outputs, inputs = reversed([*combinations]) if signature.transposed else combinations
         seen = (outputs.abs().amax(1) + inputs.abs().amax(1) != 0).to(outputs.dtype).split(1)
         return dict(zip([task.key for task in tasks], zip(inputs, outputs, seen, strict=True), strict=True))
 
     def _signs(self, side: str, step: int, length: int) -> Tensor:
-        # Not of the matrix: nothing is added up over several, and names change with what is put around modules.
+        # Signs do not depend on the matrix: nothing is summed over matrices, and wrappers of modules change names.
         start = _offset(side, step)
         return self._table[start : start + length]
 
 
 def sign_table(longest: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Signs that stretches of up to so many are taken from; the same everywhere and for ever."""
+    """Return signs from which stretches of up to ``longest`` are taken, equal on all machines and in all versions."""
     return _drawn_signs(_OFFSETS + longest).to(device, dtype)
 
 
-@lru_cache(maxsize=16)  # all matrices of a step ask for two
+@lru_cache(maxsize=16)  # all matrices of a step ask for two offsets
 def _offset(side: str, step: int) -> int:
     return int.from_bytes(blake2b(f"{side} {step}".encode(), digest_size=8).digest(), "big") % _OFFSETS
 

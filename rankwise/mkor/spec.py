@@ -1,4 +1,4 @@
-"""Which parameters MKOR takes, and what states they keep."""
+"""MKOR's spec says which parameters it takes, and which states they have."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["MKORSpec"]
 
 
 class MKORSpec(OptimizerSpec):
-    """See the base class.
+    """Routes and states of MKOR.
 
     Attributes:
         first_order: The backend.
-        factors: Knows the type of products.
+        factors: Creates factors and says in which type they are multiplied.
     """
 
     options: MKOROptions
@@ -30,9 +30,9 @@ class MKORSpec(OptimizerSpec):
     product_option = "product_dtype"
     matrix_state_names = ("left", "right", "failures")
     block_states = ("left",)
-    compared_options = ("rule",)  # what factors are the inverses of
+    compared_options = ("rule",)  # it says what factors are the inverses of
     idle_advice: ClassVar[Mapping[str, str]] = {"both sides above": "raise 'max_factor_dim'"}
-    sums_cover_fallback = True  # LAMB's trust ratios are per parameter, whatever its rule
+    sums_cover_fallback = True  # LAMB has a trust ratio per parameter, whatever the parameter's rule
 
     def __init__(self, kind: str, options: MKOROptions) -> None:
         super().__init__(kind, options)
@@ -41,18 +41,18 @@ class MKORSpec(OptimizerSpec):
 
     @property
     def family(self) -> str:
-        """Class and backend: another backend has other element states."""
+        """Class and backend, as another backend has other element states."""
         return f"MKOR-{self.options.backend}"
 
     @property
     def policy(self) -> RoutingPolicy:
-        """Linear weights; embeddings and heads take the backend."""
+        """Routes that give the rule linear weights; embeddings and heads take the backend."""
         return RoutingPolicy(embeddings=False, exclude=self.options.exclude)
 
     def adjust_route(self, info: ParameterInfo, group: Mapping[str, Any], chosen: Route) -> Route:
-        """What cannot be captured, and matrices without a side for a factor, take the backend."""
+        """Route parameters that cannot be captured, and matrices without a side for a factor, to the backend."""
         if chosen.rule == "matrix" and info.role is Role.EXPERT and not self.options.sketches:
-            # Their inputs are padded to a capacity that depends on how many ranks there are, and so does their mean.
+            # Inputs of experts are padded to a capacity that depends on the number of ranks, and so would their mean.
             return Route("fallback", "expert")
         if chosen.rule == "matrix" and len(info.shape) != 2:
             return Route("fallback", "only 2-D weights have factors")
@@ -61,21 +61,21 @@ class MKORSpec(OptimizerSpec):
         return chosen
 
     def splits(self, info: ParameterInfo) -> bool:
-        """Whether the parts divide the outputs: they share the inputs, and one factor of them."""
+        """Whether the parts of a fused weight divide its outputs, and so share the inputs and their factor."""
         return len(info.shape) == 2 and (info.fused is None or (info.fused.dim == -1) == info.transposed)
 
     def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
-        """States of the first-order backend."""
+        """Return the states of the first-order backend."""
         return self.kept_as(self.first_order.states, info)
 
     def matrix_state_shapes(
         self, info: ParameterInfo, group: Mapping[str, Any]
     ) -> Mapping[str, Collection[tuple[int, ...]]]:
-        """The factors (side, side); the right one has a column more where the bias rides along."""
+        """Return the shapes of the factors; the right one has a side longer by 1 where the bias rides along."""
         outputs, inputs = info.logical_matrix_shape
         right = [(inputs, inputs), (inputs + 1, inputs + 1)]
         return {"left": [(outputs, outputs)], "right": right[:1] if self.options.sketches else right}
 
     def product_type(self, device: torch.device, dtype: torch.dtype) -> torch.dtype:
-        """See the base class."""
+        """Return the type of products with gradients of a type on a device."""
         return self.factors.product_type(device, dtype)

@@ -1,4 +1,4 @@
-"""Memory for what comes in between while MKOR preconditions one gradient after another."""
+"""A workspace is memory for temporaries while MKOR preconditions one gradient after another."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["SPACE", "Workspace"]
 
 
 class Workspace:
-    """Buffers of the host, made once to serve matrix after matrix: fresh memory costs a page fault every few KiB."""
+    """Buffers of the host that serve one matrix after another, as fresh memory costs a page fault every few KiB."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A buffer of this shape, with whatever is in it; the one taken before by this name and type is given up.
+        """Return an uninitialized buffer; the last one of this name and type must not be used any more.
 
         Args:
-            name: What for. Only buffers of different names, or types, are in use at once.
-            shape: Its shape; contiguous.
-            dtype: Its type.
+            name: Purpose of the buffer. Buffers that are in use at once differ in name or type.
+            shape: Shape of the buffer, which is contiguous.
+            dtype: Type of the buffer.
         """
         numel = math.prod(shape)
         buffer = self._buffers.get((name, dtype))

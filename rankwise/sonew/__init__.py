@@ -1,1 +1,1 @@
-"""SONew: sparsified online Newton (arXiv 2311.10085)."""
+"""This room holds SONew, the sparsified online Newton method (arXiv 2311.10085)."""

@@ -1,6 +1,6 @@
-"""Sparse factors of the preconditioner whose inverse is known on a band only (SONew, arXiv 2311.10085).
+"""SONew (arXiv 2311.10085) computes sparse factors of a preconditioner whose inverse is given on a band only.
 
-Chains and edges as in :mod:`rankwise.sonew.rule`.
+:mod:`rankwise.sonew.rule` says what chains and edges are.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ def banded_factors(
         H_{I_j I_j} \psi_j = H_{I_j j}, \quad s_j = H_{jj} - H_{j I_j} \psi_j, \quad
         D_j = 1 / s_j, \quad L_{I_j j} = -\psi_j
 
-    Source: arXiv 2311.10085, the closed form for banded graphs. The ``b`` by ``b`` systems are solved by the order
-    recursion of linear prediction: the regressions on ``k`` neighbours, forward and backward, follow from those on
+    Source: arXiv 2311.10085, the closed form for banded graphs. The order recursion of linear prediction solves the
+    ``b`` by ``b`` systems: the regressions on ``k`` neighbours, forward and backward, follow from the regressions on
     ``k - 1`` of two overlapping windows. It costs O(b^2) per element and yields every lower order on the way.
 
     An edge ``(j, j + k)`` is kept if the whole window ``j .. j + k`` is well conditioned: in no window inside it does
     the variance of an end given the rest fall to ``tolerance`` times its own variance or below. So a degenerate window
     loses its longest edge, and with it every edge that jumps over it. The kept edges form an interval graph and the
     factors are exact for it, hence ``X`` stays positive definite. For ``b = 1`` this is the published rule, with a
-    relative tolerance. The decision needs the elements ``j .. j + b`` only, so halos of ``b`` elements suffice;
+    relative tolerance. The decision needs the elements ``j .. j + b`` only, so that halos of ``b`` elements suffice;
     deleting all edges across a degenerate ``j``, as the paper proposes, would need ``2 b - 1`` on the right.
 
     Args:
-        diagonal: damped ``H_ii``, (..., n), not negative. A zero is an isolated coordinate.
+        diagonal: Damped ``H_ii``, (..., n), not negative. A zero is an isolated coordinate.
         covariances: ``b`` tensors ``H_{i,i+k}``, (..., n), zero where a chain ends.
-        tolerance: smallest relative conditional variance, at least 0. NaN compares as degenerate.
+        tolerance: Smallest relative conditional variance, at least 0. A window with a NaN is degenerate.
 
     Returns:
         ``b`` coefficient tensors :math:`\psi^k_j` (the coefficient of ``j + k``; 0 on dropped edges and past the end),

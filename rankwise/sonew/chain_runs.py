@@ -1,4 +1,4 @@
-"""Runs of parameters as SONew's pass over them sees them: their place in their chains, and their neighbours."""
+"""SONew's pass over runs of parameters needs their places in their chains, and their neighbours."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ChainRun(NamedTuple):
 
     Attributes:
         start: Flat index of its first element.
-        chain: Elements of a chain, which starts at every multiple of it; None: the parameter is one chain.
+        chain: Length of the chains, one of which starts at every multiple of it; None: the parameter is one chain.
     """
 
     start: int
@@ -22,7 +22,7 @@ class ChainRun(NamedTuple):
 
 
 class Margins(NamedTuple):
-    """Neighbours of a run, each (3 + band, band): gradient, momentum, diagonal, edges by distance; zero past an end."""
+    """Neighbours of a run, each (3 + band, band): gradient, momentum, diagonal, edges by distance; 0 beyond the end."""
 
     left: Tensor
     right: Tensor

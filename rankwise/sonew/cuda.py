@@ -1,12 +1,11 @@
-r"""SONew's statistics, direction and norms in one pass over many runs, for bands 0 to 8.
+r"""One pass over many runs computes SONew's statistics, directions and norms, for bands 0 to 8.
 
-Bytes per element (fp32): ``(4 + band) 4`` read, ``(4 + band) 4`` of them or one more written where ``out`` is not the
-gradient, that is 28 for the diagonal, 36 for the tridiagonal and 60 for the band-4 method, and the step 12 more
-(:mod:`rankwise.kernels.triton`).
+Bytes per element (fp32): ``(3 + band) 4`` read and as many written, that is 24 for the diagonal, 32 for the tridiagonal
+and 56 for the band-4 method; the step takes 12 more (:mod:`rankwise.kernels.triton`).
 
 Tiles are updated in place while their neighbours still need the old values next to them. A first small launch
-therefore copies the elements on either side of every tile (1 to 2 % of the bytes), and no program reads what another
-one writes.
+therefore copies the elements on either side of every tile (1 to 2 % of the bytes), so that no program reads what
+another one writes.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from rankwise.updates.adamw import Step, bias_corrections
 __all__ = ["GRAFTS", "MAX_BAND", "sonew_directions"]
 
 GRAFTS = ("adam", "adam_official", "sgd", "momentum", "none")
-"""Grafts whose direction needs no norm beforehand; "rmsprop" does."""
+"""Grafts whose direction needs no norm beforehand, as "rmsprop" does."""
 
 MAX_BAND = 8
 # The published torch code's constant, as in rankwise.sonew.formulas.
@@ -58,25 +57,25 @@ def sonew_directions(
 
     Args:
         runs: Place of every run in its chains.
-        grads: Gradients, (length,) each; overwritten only where ``out`` says so.
+        grads: Gradients, (length,) each, which are overwritten only if they are ``out``.
         exp_avgs: Momenta, updated in place.
         exp_avg_sqs: Diagonals, updated in place.
         covariances: One list of runs per band distance, updated in place.
-        margins: Per run None, if both its ends are ends of chains, or its neighbours before the step: left and right,
-            (3 + band, band) each, of gradient, momentum, diagonal and covariances; zero beyond the parameter.
+        margins: None for a run whose ends are ends of chains; for others the neighbours before the step, left and
+            right, (3 + band, band) each: gradient, momentum, diagonal, covariances; zero beyond the parameter.
         betas: Decay rates of momentum and statistics.
         eps: Absolute damping of the bias-corrected diagonal.
         gamma: Relative conditional variance at or below which an edge is dropped.
         step: Number of this step, from 1; or (n,), a number for each run.
         graft: One of :data:`GRAFTS`.
-        graft_eps: Added to the root of the "adam" graft.
-        out: Where the directions go; may be the gradients.
+        graft_eps: Number added to the root of the "adam" graft.
+        out: Tensors for the directions, which may be the gradients.
 
     Returns:
         Squared norms of directions and of graft directions, (2, n) fp64; those of "none" are 0.
 
     Raises:
-        ValueError: If a tensor is not a contiguous fp32 run, the lists do not fit together, or an option is unknown.
+        ValueError: A tensor is not a contiguous fp32 run, the lists do not fit together, or an option is unknown.
     """
     band = len(covariances)
     _check(runs, band, graft, gamma)
@@ -101,7 +100,7 @@ def sonew_directions(
         1.0 - betas[0],
         float(betas[1]),
         1.0 - betas[1],
-        # The direction of the averages themselves, damped by eps c2 and scaled by c2 / c1, is that of the corrected.
+        # Averages damped by eps c2 have the direction of corrected averages damped by eps, up to the factor c1 / c2.
         step_scale(eps * correction2, tables),
         float(gamma),
         step_scale(correction2 / correction1, tables),
@@ -130,7 +129,7 @@ def _check(runs: Sequence[ChainRun], band: int, graft: str, gamma: float) -> Non
 
 
 def _places(runs: Sequence[ChainRun], margins: Sequence[tuple[Tensor, Tensor] | None]) -> list[list[int]]:
-    """Position in the chain, length of the chain (0: all one), addresses of the margins (0: none)."""
+    """Return each run's position in its chain, the chain's length (0: one chain), and margins' addresses (0: none)."""
     phases = [run.start % run.chain if run.chain else 0 for run in runs]
     chains = [run.chain or 0 for run in runs]
     sides = [[0 if margin is None else addresses([margin[side]])[0] for margin in margins] for side in (0, 1)]
@@ -138,7 +137,7 @@ def _places(runs: Sequence[ChainRun], margins: Sequence[tuple[Tensor, Tensor] | 
 
 
 def _borders(tables: Runs, band: int, pad: int) -> Tensor:
-    """(tiles, fields, 2 pad): what lies before and after every tile, before anything changes."""
+    """Copy what lies before and after every tile, (tiles, fields, 2 pad), before anything changes."""
     fields = 3 + band
     total = tables.count * fields * 2 * pad
     if total == 0:
@@ -203,7 +202,7 @@ def get(
     PAD: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """A tile of a field; 0 in the other lanes."""
+    """Return a tile of a field, with 0 in lanes outside it."""
     pointer = tl.load(row + FIELD).to(tl.pointer_type(tl.float32)) + start
     if FAST:
         pointer = tl.multiple_of(pointer, 16)
@@ -232,7 +231,7 @@ def put(
 def reach_of(
     row: tl.tensor, FIELDS: tl.constexpr, start: tl.tensor, lanes: tl.tensor, PAD: tl.constexpr, BLOCK: tl.constexpr
 ) -> tl.tensor:
-    """How many elements of its chain come after a lane's own; many where the parameter is one chain.
+    """Return how many elements of its chain follow each lane's element; BLOCK where the parameter is one chain.
 
     Beyond the ends of such a parameter everything is zero, and so are the edges that lead there.
     """
@@ -254,28 +253,28 @@ def _shifted_by_gather(value: tl.tensor, BY: tl.constexpr, BLOCK: tl.constexpr) 
 def _remember(
     last: tl.tensor, before: tl.tensor, known: tl.tensor, last2: tl.tensor, before2: tl.tensor, known2: tl.tensor
 ) -> tl.tensor:
-    """The last value of two stretches, and the one before it; in a stretch of one lane that is not known."""
+    """Join two stretches: return the last value and the one before it, which a stretch of one lane does not have."""
     return last2, tl.where(known2 != 0, before2, last), tl.maximum(known2, 1)
 
 
 @jit
 def _shifted_by_scan(value: tl.tensor, BY: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
-    known = tl.full((BLOCK,), 0, tl.int32)
+    seen = tl.full((BLOCK,), 0, tl.int32)
     if BY > 0:
         for _ in tl.static_range(BY):
-            _, value, _ = tl.associative_scan((value, value, known), 0, _remember, reverse=True)
+            _, value, _ = tl.associative_scan((value, value, seen), 0, _remember, reverse=True)
     else:
         for _ in tl.static_range(-BY):
-            _, value, _ = tl.associative_scan((value, value, known), 0, _remember)
+            _, value, _ = tl.associative_scan((value, value, seen), 0, _remember)
     return value
 
 
-# The value BY lanes later; beyond the tile, where nobody looks, that of some other lane. Triton 3.2 has no gather.
+# This returns the value BY lanes later; beyond the tile it is one that nobody uses. Triton 3.2 has no gather.
 shifted = _shifted_by_gather if hasattr(tl, "gather") else _shifted_by_scan
 
 
 def _define_kernels() -> None:
-    """The kernels of every band, made from their source, which Triton reads again."""
+    """Make the kernels of every band from their source, which stays readable because Triton reads it again."""
     for band in range(MAX_BAND + 1):
         source = kernel_source(band)
         file = f"<rankwise SONew kernel, band {band}>"

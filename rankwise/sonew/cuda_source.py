@@ -1,9 +1,9 @@
-r"""Source text of the SONew kernel, which depends on the band: Triton has no arrays of registers.
+r"""This module writes the source of the SONew kernel for a band, because Triton has no arrays of registers.
 
-Tile of a run: BLOCK lanes, of which the first and the last PAD repeat neighbours of the tile. Every lane advances the
-statistics of its element, takes the next ``band`` lanes' from them, and factors its window ``j .. j + band`` in
-registers: the order recursion of :func:`rankwise.sonew.banded.banded_factors` over all windows inside it. What it
-subtracts from later elements moves back to their lanes.
+A tile of a run has BLOCK lanes, of which the first and the last PAD repeat neighbours of the tile. Every lane advances
+the statistics of its element, takes those of the next ``band`` lanes, and factors its window ``j .. j + band`` in
+registers, by the order recursion of :func:`rankwise.sonew.banded.banded_factors` over all windows inside it. What it
+subtracts from later elements moves to their lanes.
 """
 
 from __future__ import annotations
@@ -60,23 +60,23 @@ tl.store(partials + 1, tl.sum(total * total, axis=0))
 
 
 def padding(band: int) -> int:
-    """Lanes at either end of a tile that repeat its neighbours; a multiple of 4 keeps wide loads possible."""
+    """Return how many lanes at either end of a tile repeat its neighbours; a multiple of 4 allows wide loads."""
     return -(-band // 4) * 4
 
 
 def shape_of(band: int) -> tuple[int, int]:
-    """Lanes and warps of a program: the more neighbours a lane keeps in registers, the fewer lanes a thread takes."""
+    """Return lanes and warps of a program: a lane with more neighbours in registers leaves a thread fewer lanes."""
     return (1024, 4) if band <= 1 else (512, 8) if band <= 3 else (256, 8)
 
 
 def scratch_of(elements: float, band: int) -> float:
-    """Bytes that a pass needs beside its tensors: of every tile its place, two sums and its neighbours."""
+    """Return the bytes that a pass needs beside its tensors: for every tile its place, two sums and its neighbours."""
     pad = padding(band)
     return elements * (16 + 16 + 4 * (3 + band) * 2 * pad) / (shape_of(band)[0] - 2 * pad)
 
 
 def kernel_source(band: int) -> str:
-    """The kernel of a band, ``sonew_<band>_kernel``."""
+    """Return the source of a band's kernel, ``sonew_<band>_kernel``."""
     pad, fields = padding(band), 3 + band
     names = {
         "name": f"sonew_{band}",
@@ -92,7 +92,7 @@ def kernel_source(band: int) -> str:
 
 
 def _statistics(band: int, pad: int, fields: int) -> Iterator[str]:
-    """Read every field with its neighbours, advance it, write it back."""
+    """Write the lines that read every field with its neighbours, advance it and store it."""
     if band:
         yield f"beside = (lanes < {pad}) | ((lanes >= {pad} + size) & (lanes < {2 * pad} + size))"
         yield f"place = tl.where(lanes < {pad}, lanes, lanes - size)"
@@ -115,18 +115,18 @@ def _statistics(band: int, pad: int, fields: int) -> Iterator[str]:
 
 
 def _in_both_ways(lines: list[str]) -> Iterator[str]:
-    """With wide accesses, where the tile is full and lies at multiples of 16 bytes, and element by element."""
-    for condition, own, fast in (("if fast:", "whole", "True"), ("else:", "own", "False")):
+    """Write lines twice: with wide accesses for a full tile at multiples of 16 bytes, and element by element."""
+    for condition, mask, fast in (("if fast:", "whole", "True"), ("else:", "own", "False")):
         yield condition
-        yield from (_INDENT + line.replace("OWN", own).replace("FAST", fast) for line in lines)
+        yield from (_INDENT + line.replace("OWN", mask).replace("FAST", fast) for line in lines)
 
 
 def _factors(band: int) -> Iterator[str]:
-    """Coefficients ``psi<i>`` of this lane's window and its conditional variance ``schur``.
+    """Write the lines for the coefficients ``psi<i>`` of a lane's window and its conditional variance ``schur``.
 
-    ``a<k>_<s>_<i>`` and ``b<k>_<s>_<i>``: the i-th coefficient in the regressions, on the rest, of the first and of
-    the last element of the window of k + 1 elements that begins s lanes after this one; ``vf``, ``vl`` their
-    conditional variances, ``rf``, ``rl`` the reciprocals.
+    A window of k + 1 elements begins s lanes after this one. ``a<k>_<s>_<i>`` and ``b<k>_<s>_<i>`` are the i-th
+    coefficients in the regressions of its first and its last element on the others, ``vf`` and ``vl`` the conditional
+    variances of these elements, ``rf`` and ``rl`` the reciprocals.
     """
     yield "h0 = diagonal + damping"
     for shift in range(1, band + 1):
@@ -145,7 +145,7 @@ def _factors(band: int) -> Iterator[str]:
     for order in range(1, band + 1):
         for shift in range(band - order + 1):
             yield from _window(order, shift, last=order == band)
-        # A window that leaves its chain has no edges there, and gives what the window that ends with the chain gave.
+        # A window that leaves its chain has no edges beyond it, and gives what the window up to its end gives.
         yield f"schur = tl.where(ok{order}_0, vf{order}_0, schur)"
         for i in range(1, order + 1):
             before = f"psi{i}" if i < order else "0.0"
@@ -153,10 +153,10 @@ def _factors(band: int) -> Iterator[str]:
 
 
 def _window(k: int, s: int, last: bool) -> Iterator[str]:
-    """From order k - 1 of the windows at s and s + 1 to order k of the window at s."""
+    """Write the lines that lead from order k - 1 of the windows at s and s + 1 to order k of the window at s."""
     tag, first, second = f"{k}_{s}", f"{k - 1}_{s}", f"{k - 1}_{s + 1}"
-    known = "".join(f" - a{first}_{i} * e{k - i}_{s + i}" for i in range(1, k))
-    yield f"partial = e{k}_{s}{known}"
+    explained = "".join(f" - a{first}_{i} * e{k - i}_{s + i}" for i in range(1, k))
+    yield f"partial = e{k}_{s}{explained}"
     yield f"on_last = partial * rl{second}"
     yield f"on_first = partial * rf{first}"
     for i in range(1, k):
@@ -177,7 +177,7 @@ def _window(k: int, s: int, last: bool) -> Iterator[str]:
 
 
 def _product(band: int) -> Iterator[str]:
-    """``update``: the product of the factors with the momentum."""
+    """Write the lines for ``update``, the product of the factors with the momentum."""
     yield "residual = momentum"
     for distance in range(1, band + 1):
         yield f"residual -= psi{distance} * shifted(momentum, {distance}, BLOCK)"

@@ -1,4 +1,4 @@
-"""The pass over runs that SONew takes, chosen by device and type."""
+"""This module chooses SONew's pass over runs, by device and type."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["directions_for"]
 
 
 def directions_for(device: torch.device, dtype: torch.dtype, band: int) -> Callable[..., torch.Tensor] | None:
-    """SONew's pass over runs, :func:`rankwise.sonew.native.sonew_directions` or its form for CUDA.
+    """Return SONew's pass over runs, :func:`rankwise.sonew.native.sonew_directions` or its form for CUDA.
 
     Args:
         device: Where the tensors lie.
-        dtype: Their type.
+        dtype: Type of the tensors.
         band: Neighbours on each side.
 
     Returns:
-        None where there is no such pass.
+        The pass; None where only :func:`rankwise.sonew.windows.windowed_directions` works.
     """
     chosen = kernels_for(device, dtype)
     if chosen is native:

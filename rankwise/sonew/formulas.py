@@ -1,4 +1,4 @@
-"""SONew's grafts: directions of other rules whose norm a step takes. Notation as in :mod:`rankwise.sonew.rule`."""
+"""SONew's grafts are directions of other rules, whose norm a step takes; :mod:`rankwise.sonew.rule` has the symbols."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GRAFTS = ("adam", "adam_official", "rmsprop", "sgd", "momentum", "none")
 
 # The constant the published torch code adds in its Adam graft, whatever the damping is.
 _OFFICIAL_GRAFT_EPS = 1e-8
-# Keeps the published normalised RMSprop graft from dividing by the norm of a zero gradient.
+# This keeps the published normalised RMSprop graft from dividing by the norm of a zero gradient.
 _NORM_FLOOR = 1e-16
 
 
@@ -26,7 +26,7 @@ def graft_direction(
     grad_norm: Tensor | None = None,
     beta2: float = 0.99,
 ) -> tuple[Tensor | None, Tensor | None]:
-    r"""Direction ``a`` whose norm the update takes over (grafting).
+    r"""Return the direction ``a`` whose norm the update takes over (grafting).
 
     .. math::
         \text{adam: } \frac{\hat m}{\sqrt{\hat d} + \epsilon_g}, \quad
@@ -36,7 +36,7 @@ def graft_direction(
 
     ``sgd`` takes ``g``, ``momentum`` takes :math:`\hat m`, ``none`` nothing. ``adam_official`` is the published torch
     code: its second moment is not bias-corrected, which inflates the first steps by :math:`1/\sqrt{1-\beta_2^t}`.
-    ``rmsprop`` is graft type 4 of the authors' JAX code. Element-wise: any shard of a tensor.
+    ``rmsprop`` is graft type 4 of the authors' JAX code. The function is element-wise, and takes any shard of a tensor.
 
     Args:
         kind: one of :data:`GRAFTS`.
@@ -53,7 +53,7 @@ def graft_direction(
         ``a`` (None for ``none``) and the new ``q`` (``rms`` unchanged for every other kind than ``rmsprop``).
 
     Raises:
-        ValueError: if ``kind`` is unknown.
+        ValueError: ``kind`` is unknown.
     """
     if kind == "adam":
         return momentum_hat / (diagonal_hat.sqrt() + eps), rms
@@ -74,9 +74,9 @@ def graft_direction(
 
 
 def graft_ratio(norm_sq_graft: Tensor, norm_sq_update: Tensor) -> Tensor:
-    r"""Factor that gives the update the norm of the graft direction, :math:`\|a\| / \|u\|`; no host synchronisation.
+    r"""Return the factor that gives the update the norm of the graft direction, :math:`\|a\| / \|u\|`.
 
-    Both squared norms are those of whole tensors, of any one shape. An update of norm zero gets the ratio 0, so a
+    Both squared norms are those of whole tensors, of any one shape. An update of norm zero gets the ratio 0, so that a
     parameter without a gradient stays where it is; the published torch code divides 0 by 0 there.
     """
     graft, norm = torch._foreach_sqrt([norm_sq_graft, norm_sq_update])

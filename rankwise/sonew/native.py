@@ -1,8 +1,8 @@
-"""SONew's pass over runs in C++; as :mod:`rankwise.sonew.rule`, to the last bit of states and directions.
+"""SONew's pass over runs in C++ has the states and directions of :mod:`rankwise.sonew.rule`, bit for bit.
 
-A run is a contiguous piece of a parameter in row-major order. It is worked on as it lies, whatever its chains: an edge
-that would leave its chain has the statistic zero, and a zero edge joins nothing. Where a run is cut inside a chain, its
-margins hold the neighbours' gradients and statistics of before the step.
+A run is a contiguous piece of a parameter in row-major order. The pass takes it where it lies, whatever its chains: an
+edge that would leave its chain has the statistic zero, and a zero edge joins nothing. If a run is cut inside a chain,
+its margins hold the neighbours' gradients and statistics of before the step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["sonew_directions", "takes"]
 
 _SOURCE = Path(__file__).with_name("sonew.cpp")
 _TILE = 32768
-"""Elements of a tile: what a thread takes at a time, and what norms are added up over."""
+"""Elements that a thread takes at a time, and over which norms are added up."""
 _GRAFTS = {"none": 0, "adam": 1, "adam_official": 2, "momentum": 3, "sgd": 4}
 
 
@@ -34,7 +34,7 @@ def takes(dtype: torch.dtype, band: int) -> bool:
 
 
 def _library(band: int) -> ctypes.CDLL | None:
-    # Compiled for the band: its loops over neighbours are unrolled.
+    # Each band has a library of its own, so that compilers unroll the loops over neighbours.
     return library(_SOURCE, (*EXACT, f"-DBAND={band}"))
 
 
@@ -54,28 +54,28 @@ def sonew_directions(
     graft_eps: float,
     out: list[Tensor],
 ) -> Tensor:
-    """Advance the statistics of runs and write their directions; norms for the graft in the same pass.
+    """Advance the statistics of runs, write their directions, and sum the norms for the graft, in one pass.
 
     Args:
-        runs: Where each lies.
+        runs: Place of every run in its chains.
         grads: Gradients, read only.
         exp_avgs: Momenta, updated in place.
         exp_avg_sqs: Diagonals, updated in place.
-        covariances: For each distance of the band, the edges of every run; updated in place.
-        margins: Neighbours where a run is cut inside a chain, else None.
+        covariances: Edges of every run, a list for each distance of the band; updated in place.
+        margins: Neighbours of every run that is cut inside a chain; None for others.
         betas: Decay rates of momentum and statistics.
         eps: Absolute damping of the bias-corrected diagonal.
         gamma: Relative edge tolerance.
         step: Number of this step, from 1.
         graft: "adam", "adam_official", "sgd", "momentum" or "none".
-        graft_eps: Added to the root of the "adam" graft.
-        out: Receives the directions; may not overlap the gradients.
+        graft_eps: Number added to the root of the "adam" graft.
+        out: Tensors for the directions, which may not overlap the gradients.
 
     Returns:
         Squared norms of directions and graft directions, (2, runs) in fp64.
 
     Raises:
-        ValueError: Tensors are no runs of one type that :func:`takes` names, or the lists do not fit together.
+        ValueError: Tensors are no runs of one type that :func:`takes` accepts, or the lists do not fit together.
     """
     fields, band = [grads, exp_avgs, exp_avg_sqs, *covariances], len(covariances)
     if not len(runs) == len(margins) == len(grads):
@@ -83,19 +83,21 @@ def sonew_directions(
     sums = torch.zeros(2, len(runs), dtype=torch.float64, device="cpu")
     if not grads:
         return sums
-    own = _library(band)
-    if own is None or not are_runs(*fields, out):
+    compiled = _library(band)
+    if compiled is None or not are_runs(*fields, out):
         raise ValueError("gradients, statistics and directions must be contiguous, of one type, and as long each")
-    # Kept until the call returns: C sees addresses only.
-    sides = [_sides(found, grads[0].dtype, band) for found in margins]
-    known = (ctypes.c_void_p * (2 * len(runs)))(*(None if m is None else address(m) for pair in sides for m in pair))
-    getattr(own, f"sonew_directions_{SUFFIXES[grads[0].dtype]}")(
+    # These tensors must live until the call returns, because C sees addresses only.
+    sides = [_sides(margin, grads[0].dtype, band) for margin in margins]
+    margins_in_c = (ctypes.c_void_p * (2 * len(runs)))(
+        *(None if m is None else address(m) for pair in sides for m in pair)
+    )
+    getattr(compiled, f"sonew_directions_{SUFFIXES[grads[0].dtype]}")(
         ctypes.c_int64(len(runs)),
         integers([grad.numel() for grad in grads]),
         integers([run.start for run in runs]),
         integers([run.chain or 0 for run in runs]),
         addresses([tensor for field in fields for tensor in field]),
-        known,
+        margins_in_c,
         addresses(out),
         doubles((*betas, *bias_corrections(betas, step), eps, gamma, graft_eps)),
         _GRAFTS[graft],

@@ -1,4 +1,4 @@
-"""SONew: sparsified online Newton, diagonal, tridiagonal or banded."""
+"""SONew is the sparsified online Newton method, diagonal, tridiagonal or banded."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ _LINE = 16
 
 
 class _Directions(NamedTuple):
-    """Directions of a bucket's shards, with their squared norms and those of the grafts, (2, shards) in fp64."""
+    """Directions of a bucket's shards, and squared norms of directions and grafts, (2, shards) in fp64."""
 
     directions: list[Tensor]
     squares: Tensor
 
 
 def _margins(halos: Sequence[Halo]) -> Margins:
-    """The neighbours of a run in all fields, from those in each."""
+    """Stack the neighbours of a run in each field to its margins."""
     return Margins(torch.stack([halo.left for halo in halos]), torch.stack([halo.right for halo in halos]))
 
 
 def _sizes(bucket: Bucket) -> list[int]:
-    """Elements of each direction in memory that they share: whole lines of the cache."""
+    """Return the elements that each direction takes of the memory that they share: whole lines of the cache."""
     return [-(-grad.numel() // _LINE) * _LINE for grad in bucket.grads]
 
 
 def _buffers(unit: StepUnit, bucket: Bucket, start: int) -> list[Tensor]:
-    """Memory for a bucket's directions.
+    """Return memory for a bucket's directions.
 
-    In a CPU's the same every time, after the ``start`` elements of the buckets before: fresh pages cost more than
-    directions. On devices the gradients' own if nobody needs them any more, as the framework says or where they are
-    copies.
+    On CPUs it is kept for the next step, as fresh pages cost more than directions; the buckets before take ``start``
+    elements of it. On devices it is that of the gradients where nobody needs them any more, because the framework says
+    so or because they are copies.
     """
     if not _is_on_cpu(unit):
         return [
@@ -74,7 +74,7 @@ def _is_on_cpu(unit: StepUnit) -> bool:
 
 
 def _at_once(unit: StepUnit, buckets: Sequence[Bucket]) -> Iterator[list[Bucket]]:
-    """Portions of buckets whose directions exist at the same time: all, where norms come from other ranks together."""
+    """Return portions of buckets whose directions exist at one time: a single one if ranks must sum the norms."""
     if not unit.sums.trivial:
         return iter([list(buckets)])
     spent = not _is_on_cpu(unit)
@@ -107,13 +107,13 @@ class SONew(ShardedOptimizer):
         super().__init__(params, options)
 
     def plan(self, unit: StepUnit) -> None:
-        """See the base class: the neighbours across cuts."""
+        """Plan the exchange of neighbours across cuts."""
         keys = unit.keys("matrix") if self.options.band else []
         by_row = self.options.chain == "row"
         unit.halo = HaloExchange(unit.layout, self.options.band, keys, unit.device, unit.dtype, by_row)
 
     def step_costs(self, unit: StepUnit) -> StepCosts:
-        """See the base class: the norms of step and graft; "rmsprop" needs those of the gradients before."""
+        """Return the costs of a step: it sums norms of step and graft, and before them "rmsprop" those of gradients."""
         sums = {"none": (), "rmsprop": (1, 2)}.get(self.options.graft, (2,))
         band = self.options.band
 
@@ -121,10 +121,10 @@ class SONew(ShardedOptimizer):
 
         def elements(everything: int, largest: int) -> float:
             most, filled = portion_sizes(everything, largest, max(opened, 1))
-            own = 0 if unit.spends_gradients else 4 * most
-            at_once = most if own or opened else everything
-            places = everything * (PASS_TABLE_BYTES + TABLE_BYTES if own else PASS_TABLE_BYTES)
-            return own + 4 * opened * filled + scratch_of(at_once, band) + places
+            directions = 0 if unit.spends_gradients else 4 * most
+            at_once = most if directions or opened else everything
+            places = everything * (PASS_TABLE_BYTES + TABLE_BYTES if directions else PASS_TABLE_BYTES)
+            return directions + 4 * opened * filled + scratch_of(at_once, band) + places
 
         return StepCosts(
             sums=sums,
@@ -152,7 +152,7 @@ class SONew(ShardedOptimizer):
                 start, first = start + sum(_sizes(bucket)), first + len(bucket.entries)
             unit.narrow.keep_apart()
             for bucket in portion if self.spec.narrow_statistics else ():
-                bucket.found.clear()  # with what has been opened
+                bucket.found.clear()  # drops the opened statistics
             stepped += portion
         ratios = self._graft_ratios(unit, stepped, parts)
         for (bucket, span), (directions, _) in zip(spans(stepped), parts, strict=True):
@@ -165,7 +165,7 @@ class SONew(ShardedOptimizer):
         return portions(buckets, lambda entry, grad: opened * grad.numel()) if opened else iter([buckets])
 
     def _halos(self, unit: StepUnit, buckets: list[Bucket]) -> dict[int, list[Halo]]:
-        """For each cut shard, the neighbours of gradient, momentum, diagonal and covariances."""
+        """Return for each cut shard the neighbours of gradient, momentum, diagonal and covariances; a collective."""
         halo = unit.halo
         assert halo is not None
         if halo.empty:
@@ -186,7 +186,7 @@ class SONew(ShardedOptimizer):
     def _directions(
         self, unit: StepUnit, bucket: Bucket, start: int, halos: Mapping[int, list[Halo]], grad_norms: Tensor | None
     ) -> _Directions:
-        """Advance the statistics of a bucket; its directions, see :func:`_buffers`, and the norms for the graft."""
+        """Advance the statistics of a bucket, and return its directions and the norms for the graft."""
         group = bucket.group
         hyper = {name: group[name] for name in ("betas", "eps", "gamma", "graft_eps")}
         hyper |= {"step": bucket.step, "graft": self.options.graft}
@@ -218,24 +218,24 @@ class SONew(ShardedOptimizer):
         return _Directions(out, fused(runs, *fields[:3], fields[3:], margins, out=out, **hyper))
 
     def _graft_ratios(self, unit: StepUnit, buckets: list[Bucket], parts: list[_Directions]) -> Tensor | None:
-        """Per shard, the factor that gives its whole parameter's step the norm of the graft: one collective."""
+        """Return, per shard, the factor that gives its parameter's step the norm of the graft; one collective."""
         if self.options.graft == "none":
             return None
         entries = [entry for bucket in buckets for entry in bucket.entries]
         squares = [part.squares for part in parts] or [torch.zeros(2, 0, dtype=torch.float64, device=unit.device)]
-        own, graft = unit.sum_over_ranks(entries, squares[0] if len(squares) == 1 else torch.cat(squares, dim=1))
-        ratios = graft_ratio(graft, own).to(unit.dtype)
+        updates, graft = unit.sum_over_ranks(entries, squares[0] if len(squares) == 1 else torch.cat(squares, dim=1))
+        ratios = graft_ratio(graft, updates).to(unit.dtype)
         self.health.add("graft_ratio", ratios.sum(), len(entries))
         return ratios
 
 
 def _parts_of(unit: StepUnit, buckets: Sequence[Bucket], states: Sequence[str]) -> list[ReadField]:
-    """Fields that give parts of the shards' gradients, and of their states, for :class:`HaloExchange`."""
+    """Return functions by which :class:`HaloExchange` reads parts of the shards' gradients and of each state."""
     places = [{entry.index: place for place, entry in enumerate(bucket.entries)} for bucket in buckets]
     zero = torch.zeros((), dtype=unit.dtype, device=unit.device)
 
     def read(state: str | None, wanted: Sequence[tuple[int, slice]]) -> Sequence[Tensor]:
-        # Of parameters without a gradient, and of those that have no chain: what is fetched of them is not used.
+        # Parameters without a gradient, or without chains, send zeros, which nobody uses.
         values_wanted = [zero.expand(part.stop - part.start) for _, part in wanted]
         for bucket, place_of in zip(buckets, places, strict=True):
             numbers = [number for number, (index, _) in enumerate(wanted) if index in place_of]

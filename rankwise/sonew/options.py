@@ -1,4 +1,4 @@
-"""Options of SONew."""
+"""This module declares the options of SONew."""
 
 from __future__ import annotations
 

@@ -66,12 +66,12 @@ def sonew_step(
     weight_decay: float = 0.0,
     q: Tensor | None = None,
 ) -> tuple[Tensor, Statistics, Tensor | None]:
-    """One step of a whole parameter.
+    """Do one step of a whole parameter.
 
     Args:
         w: Weights (..., n).
         g: Gradient (..., n).
-        averages: What the step before has returned.
+        averages: Averages that the step before returned.
         step: Number of this step, from 1.
         lr: Learning rate.
         betas: Decay rates of momentum and statistics.
@@ -98,10 +98,10 @@ def sonew_step(
 def statistics(
     g: Tensor, m: Tensor, d: Tensor, edges: Sequence[Tensor] | Tensor, betas: tuple[float, float]
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The averages of g_i, g_i^2 and g_i g_{i+k}, without bias correction.
+    """Return the averages of g_i, g_i^2 and g_i g_{i+k}, without bias correction.
 
     They are written with products and sums only: fused forms round differently at the ends of a loop, and then the bits
-    would depend on where a chain was cut. Beyond the end of a chain zero stays zero.
+    would depend on where a chain was cut. Edges that reach beyond the end of a chain stay zero.
     """
     beta1, beta2 = betas
     new_edges = [
@@ -117,7 +117,7 @@ def direction(
     eps: float | Tensor = 1e-8,
     gamma: float = 1e-2,
 ) -> Tensor:
-    """``u = X m``, of which an entry depends on the b neighbours on either side only.
+    """Return ``u = X m``, of which an entry depends on the b neighbours on either side only.
 
     With c = 1 - beta^step, the averages as they are, and eps c_2 in the place of eps, give u c_1 / c_2: the engine uses
     this to save the passes for bias correction.

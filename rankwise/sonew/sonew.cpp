@@ -1,7 +1,7 @@
-// SONew in one pass: statistics in place, directions and their norms, any band, runs cut anywhere.
+// SONew's pass updates statistics in place and computes directions and their norms, for any band and any cut of runs.
 //
-// Compiled for one band, without contraction of products and sums, and in the order of the operations of
-// rankwise/sonew/banded.py: an element has the same bits wherever its run was cut, and those of the plain functions.
+// The file is compiled for one band, without contraction of products and sums, and has the order of operations of
+// rankwise/sonew/banded.py: bits do not depend on where a run was cut, and are those of the plain functions.
 
 #include "tiles.h"
 
@@ -20,7 +20,7 @@ struct Rates {
   double beta1, beta2, correction1, correction2, eps, gamma, graft_eps;
 };
 
-// Of all runs: fields are gradient, momentum, diagonal and the edges by distance.
+// All runs of a call. Fields are gradient, momentum, diagonal and the edges by distance.
 template <typename T>
 struct Runs {
   const int64_t* lengths;
@@ -33,7 +33,7 @@ struct Runs {
 
   T* field(int64_t index, int64_t run) const { return fields[index * runs + run]; }
 
-  // An element of a run or of its margins.
+  // Returns an element of a run or of its margins.
   T at(int64_t index, int64_t run, int64_t position) const {
     if (position >= 0 && position < lengths[run]) return field(index, run)[position];
     const bool right = position >= 0;
@@ -49,15 +49,15 @@ constexpr int64_t kLine = 64;   // bytes of a line of the cache
 
 constexpr int64_t rounded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
-// Elements at a time: all arrays, and the memory they come from, stay in the first-level cache.
+// So many elements are worked on at a time; all arrays, and the memory they come from, stay in the first-level cache.
 constexpr int64_t kPiece = 128;
-// How far statistics are ahead of directions, which need those of the next elements and the factors of the last ones.
+// Statistics are so far ahead of directions, which need those of later elements and factors of earlier ones.
 constexpr int64_t kLead = rounded(kBand);
-// With room for elements after the last one, which are read and mean nothing.
+// An array has room for elements after the last one, which are read and mean nothing.
 constexpr int64_t kStride = kPiece + 3 * kLead + kLanes;
 
-// The arrays. Edges and coefficients count from distance 1; those up to kCarried go on in the next piece. A value that
-// is chosen or kept goes to another array than it came from, or compilers make it a conditional store, which is slow.
+// The arrays. Edges and coefficients count from distance 1; arrays up to kCarried go on in the next piece. A selected
+// value goes to another array than it came from, or compilers make it a conditional store, which is slow.
 enum Array : int64_t {
   kMomentum,
   kDamped,
@@ -110,8 +110,8 @@ class Pass {
 
   // --- statistics ---------------------------------------------------------------------------------------------------
 
-  // Those of `count` elements from `start` on, in memory and from `place` on in the arrays; of neighbours of the tile
-  // in the arrays only.
+  // Advances the statistics of `count` elements from `start` on, in memory and from `place` on in the arrays; those of
+  // the tile's neighbours in the arrays only.
   void advance(int64_t start, int64_t count, int64_t place) {
     const bool inside = start >= tile_.start && start + count <= tile_.end &&
                         start + count + kBand <= runs_.lengths[tile_.run];
@@ -148,16 +148,16 @@ class Pass {
     }
   }
 
-  // The next piece comes from memory while this one is worked on.
+  // Fetches the next piece from memory while this one is worked on.
   static void prefetch(const T* next) {
     for (int64_t i = 0; i < kPiece; i += kLine / sizeof(T)) __builtin_prefetch(next + i);
   }
 
   static T itself(T value) { return value; }
-  // An element that never had a gradient, undamped, stays where it is.
+  // Without damping the variance of an element that never had a gradient is 0, and the element stays where it is.
   static T divided(T value, T by) { return by == T(0) ? T(0) : value / by; }
 
-  // Where a stretch reaches beyond the tile: copies of gradients and statistics, zeros where nothing is known.
+  // Copies gradients and statistics of a stretch that reaches beyond the tile, with zeros beyond its neighbours.
   void fetch(int64_t start, int64_t count) {
     for (int64_t field = 0; field < kFields; ++field)
       for (int64_t i = 0; i < count + (field == 0 ? kBand : 0); ++i)
@@ -177,7 +177,7 @@ class Pass {
       std::copy_n(array(kBorder + field) + from - start, to - from, runs_.field(field, tile_.run) + from);
   }
 
-  // Edges that would join two chains are zero.
+  // Sets edges that would join two chains to zero.
   void cut_chains(int64_t distance, int64_t start, int64_t count, T* memory, T* own) {
     const int64_t chain = runs_.chains[tile_.run];
     if (chain == 0) return;
@@ -194,9 +194,9 @@ class Pass {
     if constexpr (K < kBand) factor<K + 1>(from, count);
   }
 
-  // The regressions on K neighbours from those on K - 1 of two overlapping windows. Windows that are well conditioned,
-  // with every window inside them, are kept; others stay at what they had, but for the variance of their last element:
-  // a NaN, which makes one of all that is built on them.
+  // Makes regressions on K neighbours from the regressions on K - 1 of two overlapping windows. A window is kept if it
+  // and every window inside it are well conditioned; others stay as they were, but the variance of their last element
+  // becomes a NaN, and so does all that is built on it.
   template <int K>
   void add_order(int64_t from, int64_t count) {
     const T gamma = rates_.gamma, nan = std::numeric_limits<T>::quiet_NaN();
@@ -237,7 +237,7 @@ class Pass {
       } else {
         at(kOdd ? kOtherFirst : kFirst, j) = variance;
         at(kLast, j) = kept ? of_last : nan;
-        // They count from the other end: the new one comes first.
+        // Backward coefficients count from the other end, so that the new one comes first.
         at(kBefore, j) = on_first;
 #pragma GCC unroll 32
         for (int i = 1; i < K; ++i) at(kBefore + i, j) = backward[i] - on_first * forward[i];
@@ -247,7 +247,8 @@ class Pass {
 
   // --- direction ----------------------------------------------------------------------------------------------------
 
-  // From the right; the squared norm. Bias corrections are folded into the damping and one factor.
+  // Multiplies by the factors from the right, and returns the squared norm. Bias corrections are folded into the damping
+  // and one factor.
   double direct(int64_t start, int64_t count) {
     const T scale = rates_.correction2 / rates_.correction1;
     T* __restrict__ out = runs_.outs[tile_.run] + start;
@@ -315,7 +316,7 @@ void sonew_directions(const Runs<T>& runs, const Rates& rates, int graft, double
   std::vector<double> parts(tiles.size()), graft_parts(tiles.size());
 #pragma omp parallel num_threads(threads)
   {
-    // Before any tile writes its own: what neighbours have must be that of before the step.
+    // Halos are copied before any tile writes, because directions need the neighbours' statistics of before the step.
 #pragma omp for schedule(static)
     for (size_t index = 0; index < tiles.size(); ++index)
       for (int64_t field = 0; field < 2 + kBand; ++field)

@@ -1,4 +1,4 @@
-"""Which parameters SONew takes, and what states they keep."""
+"""SONew's spec says which parameters it takes, and which states they have."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ __all__ = ["SONewSpec"]
 
 
 class SONewSpec(OptimizerSpec):
-    """See the base class."""
+    """Routes and states of SONew."""
 
     options: SONewOptions
     health_means = ("graft_ratio",)
-    compared_options = ("chain",)  # whose neighbour the last weight of a row is
+    compared_options = ("chain",)  # it says whose neighbour the last weight of a row is
     slow_states = ("exp_avg_sq", "covariance", "graft_sq")
-    # What is divided by differences of them must not be rounded by much.
+    # Directions are divided by differences of these states, which coarse rounding would spoil.
     codes: ClassVar[Mapping[str, torch.dtype]] = {"exp_avg_sq": torch.bfloat16, "graft_sq": ROOT}
 
     @property
     def policy(self) -> RoutingPolicy:
-        """Every matrix, embeddings included, as published."""
+        """Routes that give the rule every matrix, embeddings included, as published."""
         return RoutingPolicy(embeddings=True, exclude=self.options.exclude)
 
     @property
     def covariance_names(self) -> list[str]:
-        """Names of the covariances, element states: one for every distance on the band."""
+        """Names of the covariances, one element state for every distance on the band."""
         return [f"covariance_{distance}" for distance in range(1, self.options.band + 1)]
 
     @property
@@ -47,7 +47,7 @@ class SONewSpec(OptimizerSpec):
         return [name for name in self.statistics if self.asked_type(name)]
 
     def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
-        """Momentum, diagonal, one tensor per band distance, and the second moment of the RMSprop graft."""
+        """Return momentum, diagonal, one tensor per band distance, and the second moment of the RMSprop graft."""
         names = ["exp_avg", "exp_avg_sq"]
         if rule == "matrix":
             names += self.covariance_names

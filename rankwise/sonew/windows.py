@@ -1,4 +1,4 @@
-"""SONew's directions in blocks of whole chains: every device, type, graft and kind of cut."""
+"""SONew's directions are computed here in blocks of whole chains, on every device, for every type, graft and cut."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def windowed_directions(
     graft: str,
     graft_eps: float,
 ) -> tuple[list[Tensor], list[Tensor] | None]:
-    """Advance the statistics of shards in place.
+    """Advance the statistics of shards in place, and return their directions.
 
     Args:
         shards: Places of the runs in their parameters.
-        fields: Gradients, momenta, diagonals and the edges of each distance, in one list for each.
-        halos: Neighbours of each shard in every field; None for a whole one.
+        fields: Lists of gradients, momenta, diagonals and the edges of each distance, with a tensor per shard.
+        halos: Neighbours of each shard in every field; None for a whole parameter.
         chain: "row" or "tensor".
         rms: Second moments of the "rmsprop" graft, changed in place.
         grad_norms: (shards,), norms of the whole parameters' gradients, for "rmsprop".
@@ -45,7 +45,7 @@ def windowed_directions(
         gamma: Relative edge tolerance.
         step: Number of this step, from 1; or (shards,), a number for each.
         graft: One of :data:`rankwise.sonew.formulas.GRAFTS`.
-        graft_eps: Added to the roots of the graft.
+        graft_eps: Number added to the roots of the graft.
 
     Returns:
         Directions, and graft directions unless ``graft`` is "none".
@@ -59,7 +59,7 @@ def windowed_directions(
         window = _Window(shard, chain, len(states) - 2)
         embedded = window.embed((grad, *states), halos[index])
         momentum, diagonal, covariances = statistics(embedded[0], embedded[1], embedded[2], embedded[3:], betas)
-        # Bias corrections folded into the damping and the result: no pass over memory for them.
+        # Bias corrections go into the damping and the result, and take no pass over memory of their own.
         update = direction(momentum, diagonal, covariances, eps * correction2, gamma)
         directions.append(window.extract(update) * (correction2 / correction1))
         for stored, new in zip(states, (momentum, diagonal, *covariances), strict=True):
@@ -83,7 +83,7 @@ def windowed_directions(
 
 
 class _Window:
-    """Where a shard sits in a block of whole chains: padded to full rows, or with a halo on either side.
+    """The place of a shard in a block of whole chains, which is padded to full rows or has a halo on either side.
 
     In a block of columns every row is a window of its own chain, with a halo at both ends.
     """
@@ -107,7 +107,7 @@ class _Window:
             self._shape = (self._size,)
 
     def embed(self, fields: Sequence[Tensor], halos: Sequence[Halo] | None) -> list[Tensor]:
-        """The fields as blocks of chains; neighbours outside the block belong to other chains and stay out."""
+        """Return the fields as blocks of chains, with the neighbours that the block has room for."""
         if self._size == self._numel and not self._margin:
             return [field.view(self._shape) for field in fields]
         return [self._block(field, None if halos is None else halos[index]) for index, field in enumerate(fields)]
@@ -127,7 +127,7 @@ class _Window:
         return torch.cat([strips[:, 0], block, strips[:, 1]], dim=1)
 
     def extract(self, block: Tensor) -> Tensor:
-        """The shard's own elements, 1-D."""
+        """Return the elements of the shard, 1-D."""
         if self._margin:
             block = block[:, self._margin : -self._margin]
         return block.reshape(-1)[self._start : self._start + self._numel]

@@ -1,1 +1,1 @@
-"""What MKOR learns of a model while it runs: hooks on linear layers, and their sums over ranks."""
+"""MKOR learns here of a running model, by hooks on linear layers and sums over ranks."""

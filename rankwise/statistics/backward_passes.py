@@ -1,4 +1,4 @@
-"""Which backward passes add to a weight's gradient, and whether what they added is still there."""
+"""This module says which backward passes add to a weight's gradient, and which gradients were thrown away since."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def will_add_to(record: Record, weight: Tensor) -> bool:
     for other gradients.
 
     Args:
-        record: Keeps the node of the graph that is asked for.
-        weight: What the module multiplied by: the record's parameter, or the whole weight in place of a shard.
+        record: Statistics of the weight, which remember its node in the graph.
+        weight: Tensor that the module multiplied by: the record's parameter, or the whole weight in place of a shard.
     """
     if not weight.requires_grad:
         return False
@@ -32,7 +32,7 @@ def will_add_to(record: Record, weight: Tensor) -> bool:
         return True
     if record.accumulator is not None and record.accumulator[0] is weight and _will_run(record.accumulator[1]):
         return True
-    # The node is another one once the weight has been on another device.
+    # A weight that has been moved to another device has a new node.
     node = get_gradient_edge(weight).node
     record.accumulator = (weight, node)
     return _will_run(node)
@@ -41,7 +41,7 @@ def will_add_to(record: Record, weight: Tensor) -> bool:
 def adds_to_any(weights: Iterable[Tensor]) -> bool:
     """Whether the backward pass that runs now adds to the gradient of one of these weights.
 
-    Of shards nothing is known: other tensors take their place in the graph.
+    A shard that wants a gradient counts as one of them: another tensor takes its place in the graph.
     """
     if torch._C._current_graph_task_id() == -1:
         return True
@@ -59,12 +59,12 @@ def _will_run(node: Any) -> bool:
 class BackwardPasses:
     """Tells backward passes apart, and finds records whose gradients were thrown away between two of them.
 
-    A gradient that is gone (``None``, or zeros in place) takes its statistics along. One that was never seen at the
-    weight, because a hook moved it while the backward pass ran, is looked for no more.
+    If a gradient is gone (``None``, or zeros in place), its statistics are dropped. If it was never seen at the weight,
+    because a hook moved it while the backward pass ran, its absence later means nothing.
 
     Args:
-        kept: Says of a parameter whether the next backward pass adds to what is there, where a framework keeps
-            gradients elsewhere; None: they are at the parameter.
+        kept: Whether the next backward pass adds to the gradient of a parameter, where a framework keeps gradients
+            elsewhere; it returns None where they are at the parameter.
     """
 
     def __init__(self, kept: Callable[[Tensor], bool | None]) -> None:
@@ -74,10 +74,10 @@ class BackwardPasses:
         self._added: dict[int, list[Record]] = {}
 
     def begins(self, born: int) -> bool:
-        """Whether this is the first call in a backward pass; passes that run inside another one belong to it.
+        """Whether this is the first call in a backward pass; a pass that runs inside another one belongs to that one.
 
         Args:
-            born: The graph task in which the forward pass ran, as activation checkpointing repeats it; or -1.
+            born: Graph task in which activation checkpointing repeated the forward pass; -1 if it did not.
         """
         task = torch._C._current_graph_task_id()
         if task == -1 or (task == self._present and born in (-1, task)):
@@ -95,7 +95,7 @@ class BackwardPasses:
         return True
 
     def added(self, record: Record, weight: Tensor) -> None:
-        """The present backward pass will add to the gradient of a record's weight."""
+        """Note that the present backward pass will add to the gradient of a record's weight."""
         record.weight, record.gradient = weight, None
         task = torch._C._current_graph_task_id()
         if task == -1:
@@ -103,23 +103,23 @@ class BackwardPasses:
         if task not in self._added:
             self._added[task] = []
             queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
-            # Queued anew as it ends: what reduces gradients may have been queued after this.
+            # At the end it queues itself again, to run after what reduces gradients, which may be queued later.
             queue(partial(queue, partial(self._see, task)))
         self._added[task].append(record)
 
     def _see(self, task: int) -> None:
-        """Find the gradients at the end of a backward pass."""
+        """Note at the end of a backward pass whether gradients are at their weights, and their versions."""
         for record in self._added.pop(task, ()):
             if self._kept(record.parameter) is None:
                 grad = _gradient(record)
                 record.gradient = (grad is not None, 0 if grad is None else _changes_of(grad))
 
     def thrown_away(self, records: Collection[Record], in_step: bool = False) -> list[Record]:
-        """Records with sums whose gradients are gone; at the beginning of a backward pass, or in a step.
+        """Return records that have sums while their gradients are gone; called as a backward pass or a step begins.
 
         Args:
-            records: Those of all weights.
-            in_step: Whether to look only at gradients that are at their parameters.
+            records: Records of all weights.
+            in_step: Whether to look only at gradients that were at their parameters when a backward pass ended.
         """
         gone, changed = [], []
         for record in records:
@@ -143,7 +143,7 @@ def _gradient(record: Record) -> Tensor | None:
 
 
 def _changes_of(grad: Tensor) -> int | None:
-    """How often a gradient was changed in place; None: tensors of inference mode do not count it."""
+    """Return how often a gradient was changed in place; None for a tensor of inference mode, which does not count."""
     return None if grad.is_inference() else grad._version
 
 
@@ -153,11 +153,11 @@ def _may_have_changed(grad: Tensor, seen: tuple[bool, int | None]) -> bool:
 
 
 def _zeroed(changed: list[tuple[Record, Tensor]]) -> list[Record]:
-    """Those whose gradients were set to zero; the host waits for the device, as gradients were changed by hand."""
+    """Return records whose gradients were set to zero. The host waits for the device if there are any to look at."""
     filled = [(record, grad) for record, grad in changed if grad.numel()]
     if not filled:
         return []
-    zero = [not found for found in torch.stack([grad.any().cpu() for _, grad in filled]).tolist()]
+    zero = [not any_left for any_left in torch.stack([grad.any().cpu() for _, grad in filled]).tolist()]
     if all(zero):
-        return [record for record, _ in changed]  # also those of which this rank has no element
+        return [record for record, _ in changed]  # records of which this rank has no element are among them
     return [record for (record, _), is_zero in zip(filled, zero, strict=True) if is_zero]

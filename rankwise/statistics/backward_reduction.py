@@ -1,4 +1,4 @@
-"""MKOR's statistics summed over ranks while the backward pass that produces them still runs."""
+"""This module sums MKOR's statistics over ranks while the backward pass that produces them still runs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rankwise.statistics.window_sums import Record, clear
 
 __all__ = ["BackwardReduction", "ReducedSums", "twin_group"]
 
-# Vector elements per message: enough to be worth a message, few enough to leave early.
+# Vector elements per message: so many are worth a message, and few enough to be complete early.
 BUCKET_ELEMENTS = 1 << 16
 
 ReducedSums = tuple[Tensor, Tensor, Tensor]
-"""Sums of one weight over all ranks: of the inputs, of tokens ``(1,)``, and of the output gradients."""
+"""Sums of one weight over all ranks: its inputs, its number of tokens ``(1,)``, and its output gradients."""
 
 
 def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Another group of the same ranks, with the same timeout; all of them must call this.
+    """Make another group of a group's ranks, with its timeout; every one of these ranks must call this.
 
-    A framework's own collectives on ``group`` would meet ours in an order that differs between ranks.
+    On ``group`` itself, a framework's collectives would meet MKOR's in an order that differs between ranks.
     """
     backend = group._get_backend(torch.accelerator.current_accelerator() or torch.device("cpu"))
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)
@@ -56,18 +56,18 @@ class _Bucket:
 class BackwardReduction:
     """All-reduces the sums of a model's weights in buckets, each as soon as the last micro-batch has filled it.
 
-    Sums over micro-batches and over ranks commute, so vectors travel once per step, in its last micro-batch. Every
-    rank sends the same buckets in the same order, whatever it has by then: what a rank's backward pass never fills
-    (an unused layer) holds its later buckets back until ``step()``. The last bucket always waits for ``step()`` and
-    tells whether the sums of a bucket have changed on any rank since it left: a weight was used more often than in
-    earlier steps, or a backward pass was thrown away. Then all ranks send their present sums in one more message, and
-    those count. So dropping sums takes no message, on one rank or on all: the next ``take`` completes what has begun.
+    Sums over micro-batches and over ranks commute, so vectors travel once per step, in its last micro-batch. All ranks
+    send the same buckets in one order: a bucket that a rank's backward pass never fills (it has an unused layer) holds
+    later buckets back until ``step()``. The last bucket always waits for ``step()`` and says whether the sums of a
+    bucket have changed on any rank since it left: a weight was used more often than in earlier steps, or a backward
+    pass was thrown away. Then all ranks send their present sums in one more message, which counts instead. Dropping
+    sums therefore takes no message, on one rank or on all: the next ``take`` completes what has begun.
 
     Args:
-        records: The captured weights by name, in forward order; the same on every rank.
-        group: Used by nobody else, see `twin_group`.
+        records: Records of the captured weights by name, in forward order; the names are equal on all ranks.
+        group: Group that nobody else uses, from :func:`twin_group`.
         is_last: Whether the present backward pass is the last before the step.
-        before: What was used before on the same group, after another capture.
+        before: The reduction of an earlier capture on this group, whose messages may be under way.
     """
 
     def __init__(
@@ -86,16 +86,16 @@ class BackwardReduction:
         double = any(record.sum_input.dtype == torch.float64 for record in records.values())
         self._dtype = torch.float64 if double else torch.float32
         self._buckets = [_Bucket(names) for names in _grouped(list(records)[::-1], self._records)]
-        # Commits per window that complete a weight: as many as in the busiest one so far. Nothing leaves early before.
+        # A weight is complete after as many commits as in the busiest window so far. In the first, none leaves early.
         self._expected: dict[str, int] | None = None
         self._seen = dict.fromkeys(self._records, 0)
         self._next = 0
         self._taken = 0
         self._results: dict[str, ReducedSums] = {}
         self.failures: dict[str, float] = {}
-        """Failed factor steps in a row by weight, as told by their owners in the last window."""
+        """Failed factor steps in a row of each weight, by the last window's report of its owner."""
         self.tokens: dict[str, float] = {}
-        """Their numbers in the last window by weight, over all ranks."""
+        """Number of tokens of each weight in the last window, over all ranks."""
 
     @property
     def message_bytes(self) -> tuple[int, ...]:
@@ -107,7 +107,7 @@ class BackwardReduction:
     # --- backward -----------------------------------------------------------------------------------------------
 
     def committed(self, record: Record) -> None:
-        """A weight has got the sums of a module call; send what is complete."""
+        """Note that a weight has got the sums of a module call, and send the buckets that are complete."""
         name = self._names.get(record)
         if name is None or not self._is_last():
             return
@@ -119,7 +119,7 @@ class BackwardReduction:
             self._send(bucket)
 
     def dropped(self, records: Iterable[Record]) -> None:
-        """Sums were forgotten. Sends nothing: other ranks may know nothing of it."""
+        """Note that sums were forgotten. Nothing is sent, because other ranks may not have forgotten theirs."""
         for record in records:
             if (name := self._names.get(record)) is not None:
                 self._seen[name] = 0
@@ -136,7 +136,7 @@ class BackwardReduction:
         return [self._records[name].changes for name in bucket.names]
 
     def _packed(self, records: Sequence[Record], extra: Sequence[Tensor] = ()) -> tuple[list[int], Tensor]:
-        """Copies of the inputs, tokens and outputs of each, and what else."""
+        """Copy inputs, tokens and outputs of each record, and ``extra``, to one vector; return the lengths and it."""
         parts: list[Tensor] = []
         for record in records:
             inputs, outputs = record.whole_sums()
@@ -155,15 +155,15 @@ class BackwardReduction:
     # --- the end of a window ------------------------------------------------------------------------------------
 
     def take(self, names: Sequence[str], first: bool, failures: Callable[[str], Tensor | None]) -> list[ReducedSums]:
-        """Sums over all ranks, of some weights; every rank must call this alike.
+        """Return the sums of some weights over all ranks; a collective.
 
         Args:
-            names: The weights of the present ``step()`` call.
+            names: Weights of the present ``step()`` call.
             first: Whether it is the first call of the step, which completes all weights.
-            failures: Failed factor steps in a row of a weight this rank owns, else None.
+            failures: Failed factor steps in a row of a weight that this rank owns; None for others.
 
         Returns:
-            One result per name.
+            The sums of each name.
         """
         if first or any(name not in self._results for name in names):
             self._finish(failures)
@@ -178,14 +178,14 @@ class BackwardReduction:
             self._send_anew()
             self.tokens = dict(zip(self._records, self._token_counts(self._results).tolist(), strict=True))
         clear(list(self._records.values()))
-        if any(self._seen.values()):  # none where the wrapper has been found in this step
+        if any(self._seen.values()):  # nothing was counted if the wrapper was met in this very step
             busiest = self._expected or self._seen
             self._expected = {name: max(count, self._seen[name]) for name, count in busiest.items()}
         self._seen = dict.fromkeys(self._records, 0)
         self._next = 0
 
     def complete(self, failures: Callable[[str], Tensor | None]) -> tuple[list[float], dict[str, ReducedSums]]:
-        """Send what has not left; wait for everything. Every rank must call this alike."""
+        """Send the buckets that have not left, and wait for all of them; a collective."""
         if self._before is not None:
             before, self._before = self._before, None
             before.complete(lambda name: None)
@@ -198,26 +198,28 @@ class BackwardReduction:
         zero = torch.zeros(1, dtype=self._dtype, device=device)
         counts = [zero if (count := failures(name)) is None else count.view(1) for name in self._records]
         self._send(self._buckets[-1], stamps, *counts)
-        found: dict[str, ReducedSums] = {}
+        results: dict[str, ReducedSums] = {}
         for bucket in self._buckets:
             parts = bucket.wait()
             bucket.forget()
             for index, name in enumerate(bucket.names):
-                found[name] = (parts[3 * index], parts[3 * index + 1], parts[3 * index + 2])
+                results[name] = (parts[3 * index], parts[3 * index + 1], parts[3 * index + 2])
         # The one wait for the device of a factor step.
-        tail: list[float] = torch.cat([*parts[3 * len(self._buckets[-1].names) :], self._token_counts(found)]).tolist()
+        tail: list[float] = torch.cat(
+            [*parts[3 * len(self._buckets[-1].names) :], self._token_counts(results)]
+        ).tolist()
         if tail[1] != self._taken * dist.get_world_size(self.group):
             raise RuntimeError(
                 "MKOR: data-parallel ranks are at different steps of their statistics; one of them ran a step() that "
                 "the others did not. Call it alike on every rank."
             )
-        return tail, found
+        return tail, results
 
     def _token_counts(self, found: Mapping[str, ReducedSums]) -> Tensor:
         return torch.cat([found[name][1] for name in self._records])
 
     def _send_anew(self) -> None:
-        """All sums as they are now, in place of those that left earlier."""
+        """Send all sums as they are now, and take them in place of those that left earlier."""
         sizes, packed = self._packed(list(self._records.values()))
         self._all_reduce(packed).wait()
         pieces = packed.split(sizes)
@@ -225,7 +227,7 @@ class BackwardReduction:
             self._results[name] = (pieces[3 * index], pieces[3 * index + 1], pieces[3 * index + 2])
 
     def forget_results(self) -> None:
-        """Drop what nobody has taken in the step before."""
+        """Drop results that nobody took in the step before."""
         self._results = {}
 
 
@@ -234,13 +236,13 @@ def _length(record: Record) -> int:
 
 
 def _grouped(names: Iterable[str], records: Mapping[str, Record]) -> list[list[str]]:
-    """Names in buckets of at least `BUCKET_ELEMENTS`, but for the last."""
-    found: list[list[str]] = [[]]
+    """Group names in buckets of at least :data:`BUCKET_ELEMENTS`; the last one may have fewer."""
+    buckets: list[list[str]] = [[]]
     size = 0
     for name in names:
         if size >= BUCKET_ELEMENTS:
-            found.append([])
+            buckets.append([])
             size = 0
-        found[-1].append(name)
+        buckets[-1].append(name)
         size += _length(records[name])
-    return found
+    return buckets

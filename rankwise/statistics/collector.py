@@ -1,4 +1,4 @@
-"""MKOR's statistics, from the hooks to vectors over all ranks."""
+"""The collector takes MKOR's statistics from the hooks and makes vectors of them that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Reduced(NamedTuple):
     """Statistics of some matrices over all ranks.
 
     Attributes:
-        vectors: By matrix.
-        numbers: (2, matrices), sums of what ranks had to say of each, and its tokens.
+        vectors: Vectors of each matrix.
+        numbers: (2, matrices), sums of the ranks' reports of each matrix, and its numbers of tokens.
     """
 
     vectors: dict[str, LayerVectors]
@@ -43,17 +43,17 @@ class Reduced(NamedTuple):
 
 
 class Collector:
-    """Hooks a model's linear layers and hands over what they have seen.
+    """Hooks a model's linear layers and hands over their statistics.
 
     Args:
         table: The optimizer's parameters and their rules.
-        planner: Its units and its framework.
-        listens: Whether layers are hooked; otherwise a capture learns only what they are.
+        planner: The optimizer's units and framework.
+        listens: Whether layers are hooked; otherwise a capture learns only which layers there are.
 
     Attributes:
-        hooks: Those of the captured model; None before :meth:`capture`.
+        hooks: Hooks of the captured model; None before :meth:`capture`.
         records: Records of every captured matrix, by the name of its parameter.
-        early: Where statistics travel while the backward pass runs; None: within the step.
+        early: Sends statistics while the backward pass runs; None: they travel within the step.
     """
 
     def __init__(self, table: ParameterTable, planner: Planner, listens: bool = True) -> None:
@@ -71,7 +71,7 @@ class Collector:
         self._meet_uncompiled = self._meet
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The model of a copy is not known.
+        # A copy must capture anew: which model it belongs to is not known.
         return type(self), (self._table, self._planner, self.listens)
 
     # --- hooks --------------------------------------------------------------------------------------------------
@@ -85,13 +85,13 @@ class Collector:
         last_micro_batch: Callable[[], bool] | None,
         describe: Describe,
     ) -> None:
-        """Hook the layers whose weights take the matrix rule; see :meth:`rankwise.MKOR.capture`.
+        """Hook the layers whose weights take the matrix rule; :meth:`rankwise.MKOR.capture` describes the arguments.
 
         Args:
-            model: Plain, or in a ``DistributedDataParallel``.
+            model: A plain model, or one in a ``DistributedDataParallel``.
             groups: The optimizer's param groups.
             window: Identifies the accumulation window.
-            loss_scale: What the loss is multiplied by.
+            loss_scale: Returns what the loss is multiplied by.
             last_micro_batch: Whether the present backward pass is the last before the step.
             describe: Recognises linear modules.
         """
@@ -113,12 +113,12 @@ class Collector:
             return self.listens and name is not None and table.routes[name].rule == "matrix"
 
         self.release()
-        # Not in the class's body: the compiler takes as long to import as torch.
+        # This is done here, not in the class's body, because the compiler takes as long to import as torch.
         self._meet_uncompiled = torch.compiler.disable(self._meet)
-        alike = self._planner.source.alike()
+        place_and_ways = self._planner.source.alike()
 
         def views(module: nn.Module) -> list[LinearView]:
-            return seen_by(views_of(module, describe(module)), alike)
+            return seen_by(views_of(module, describe(module)), place_and_ways)
 
         self._names_window = window is not None
         self.hooks = Capture(model, wanted, window, views, self._keeps)
@@ -128,10 +128,10 @@ class Collector:
         self.early = self.hooks.listener = self._reduce_early()
 
     def follow_exchanged(self) -> None:
-        """Go on with the parameters that came in the place of those captured, and with what was seen of these.
+        """Replace captured parameters by those that took their place; the sums stay.
 
         Raises:
-            OptionError: Ranks share a layer by now, which the hooks do not know.
+            OptionError: Ranks share a layer since the capture, which the hooks do not account for.
         """
         exchanged, self._table.exchanged = self._table.exchanged, {}
         if not exchanged or self.hooks is None or not self.listens:
@@ -150,7 +150,7 @@ class Collector:
         """Refuse to go on without a captured model.
 
         Raises:
-            OptionError: There is none.
+            OptionError: No model was captured.
         """
         if self.hooks is None and self.listens:
             raise OptionError(
@@ -175,7 +175,7 @@ class Collector:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Hear of nothing inside."""
+        """Let nothing count inside the context."""
         self._pause(1)
         try:
             yield
@@ -193,7 +193,7 @@ class Collector:
         return self._pauses > 0
 
     def listen_to(self, keys: Collection[str], in_company: bool) -> None:
-        """See :meth:`rankwise.statistics.hooks.Capture.listen_to`; of matrices, by key."""
+        """Collect the statistics of some matrices only, as :meth:`rankwise.statistics.hooks.Capture.listen_to` says."""
         assert self.hooks is not None
         self.hooks.listen_to([self.records[key] for key in keys], in_company)
 
@@ -203,7 +203,7 @@ class Collector:
             self.hooks.listen_to_all()
 
     def window_id(self) -> Any:
-        """The present accumulation window; None where nobody names it."""
+        """Return the identifier of the present accumulation window; None where nobody names windows."""
         return None if self.hooks is None else self.hooks.window_id()
 
     def adds_to_gradients(self) -> bool:
@@ -211,7 +211,7 @@ class Collector:
         return adds_to_any(self._table.parameters.values())
 
     def keeps_gradients(self) -> bool:
-        """Whether the next backward pass adds to what an earlier one has left of the gradient of a parameter."""
+        """Whether the next backward pass adds to a gradient that an earlier one has left at some parameter."""
         for parameter in self._table.parameters.values():
             kept = self._keeps(parameter)
             if parameter.grad is not None if kept is None else kept:
@@ -219,24 +219,24 @@ class Collector:
         return False
 
     def outlast_zero_grad(self) -> bool:
-        """Whether a framework keeps gradients where ``zero_grad()`` does not look: the next pass tells which."""
+        """Whether a framework keeps gradients that ``zero_grad()`` does not reach, and the next pass would add to."""
         keeps = self._planner.source.keeps_gradient
         return any(keeps(record.parameter) for record in self.records.values())
 
     def _keeps(self, parameter: Tensor) -> bool | None:
-        """See :meth:`LayoutSource.keeps_gradient`; a loop that names its windows may move gradients elsewhere."""
+        """Say what :meth:`LayoutSource.keeps_gradient` says; True if windows are named, as gradients may be moved."""
         if self._names_window and self._planner.is_plain:
             return True
         return self._planner.source.keeps_gradient(parameter)
 
     def gradients_unscaled(self, scale: Tensor, is_over: Callable[[], bool]) -> None:
-        """See :class:`rankwise.statistics.grad_scalers.HearsOfScalers`."""
+        """Note what a gradient scaler has divided this step's gradients by, and how to see that the step is over."""
         self._unscaled_by = scale
         if self.hooks is not None:
             self.hooks.is_over = is_over
 
     def _join(self, wrapper: nn.parallel.DistributedDataParallel) -> None:
-        """Learn over which ranks a wrapper averages the gradients, and which backward passes do."""
+        """Learn over which ranks a wrapper averages gradients, and in which backward passes."""
         self._planner.attach(self._table.plain.replicated_over(wrapper.process_group))
         self._last_micro_batch = self._last_micro_batch or partial(getattr, wrapper, "require_backward_grad_sync")
 
@@ -248,17 +248,17 @@ class Collector:
                 self._meet_uncompiled(wrapper, weights)
 
     def _meet(self, wrapper: nn.parallel.DistributedDataParallel, weights: Sequence[nn.Parameter]) -> None:
-        """See above; out of the way of compilers, which cannot follow process groups."""
+        """Remember a wrapper if it averages these weights; compilers leave this out, as it handles process groups."""
         if wrapper.process_group.size() > 1:
             replicated = {id(parameter) for parameter in wrapper.parameters()}
             if any(id(weight) in replicated for weight in weights):
                 self._met = wrapper
 
     def join_replicas(self) -> None:
-        """Join the wrapper that has been met, if any; a collective then, as a step begins.
+        """Join the wrapper that was met, if any, as a step begins; a collective then.
 
         Raises:
-            OptionError: A rank has taken a step without the others; raised on all of them.
+            OptionError: A rank has taken a step before; all ranks raise.
         """
         wrapper, self._met = self._met, None
         if wrapper is None or self._planner.source.group is not None:
@@ -289,19 +289,19 @@ class Collector:
 
     @property
     def traffic(self) -> list[Traffic]:
-        """What this rank has sent outside its units."""
+        """The messages that this rank has sent outside its units."""
         return [] if self.early is None else [self.early.traffic]
 
     def reduced(
         self, unit: StepUnit, keys: Sequence[str], first: bool, own_report: Callable[[str], Tensor | None]
     ) -> Reduced:
-        """Statistics over all ranks; a collective unless they have travelled already.
+        """Return statistics over all ranks; a collective unless they have travelled already.
 
         Args:
-            unit: The unit.
-            keys: Some of its matrices.
+            unit: The present unit.
+            keys: Matrices of the unit.
             first: Whether the unit is the first of its round.
-            own_report: What this rank has to say of a matrix that it owns, 0-d.
+            own_report: This rank's report of a matrix that it owns, 0-d; None for others.
         """
         assert self.hooks is not None
         divisor = self._gradient_divisor(unit)
@@ -310,29 +310,29 @@ class Collector:
         if self.early is not None:
             sums = self.early.take(keys, first, own_report)
             like = torch.empty(0, dtype=unit.dtype, device=unit.device)
-            found = [layer_vectors(a.to(like), tokens.to(like), g.to(like), divisor) for a, tokens, g in sums]
+            vectors_of_sums = [layer_vectors(a.to(like), tokens.to(like), g.to(like), divisor) for a, tokens, g in sums]
             numbers = [[numbers[key] for key in keys] for numbers in (self.early.failures, self.early.tokens)]
-            # Those have been waited for: the ranks had to find out whether anything came late.
-            known = torch.tensor(numbers, dtype=torch.float32, device="cpu")
-            return Reduced(dict(zip(keys, found, strict=True)), HostCopy(known))
+            # The host has these numbers: it had to learn whether the sums of a bucket have changed since it left.
+            host_numbers = torch.tensor(numbers, dtype=torch.float32, device="cpu")
+            return Reduced(dict(zip(keys, vectors_of_sums, strict=True)), HostCopy(host_numbers))
         records = [self.records[key] for key in keys]
         vectors, packed = reduce_statistics(unit, records, [own_report(key) for key in keys], divisor)
         clear(records)
         return Reduced(dict(zip(keys, vectors, strict=True)), HostCopy(packed))
 
     def forget_results(self) -> None:
-        """Called at the beginning of a round: in the first one nobody knows which unit is its last."""
+        """Drop results of an earlier round, as a round begins: in the first one nobody knows which unit is its last."""
         if self.early is not None:
             self.early.forget_results()
 
     def drop(self, keys: Sequence[str]) -> list[str]:
-        """Drop what was gathered for a step, so that it is not added to the next one's.
+        """Drop what was gathered for a step, so that it is not added to the statistics of the next one.
 
         Args:
-            keys: The matrices.
+            keys: Matrices to drop the sums of.
 
         Returns:
-            The matrices that had tokens nobody has taken.
+            The matrices whose tokens nobody has taken.
         """
         assert self.hooks is not None
         self._unscaled_by = self.hooks.is_over = None
@@ -344,17 +344,17 @@ class Collector:
         return seen
 
     def _gradient_divisor(self, unit: StepUnit) -> float | Tensor:
-        """What the framework divides summed gradients by: ranks, and the loss scale."""
+        """Return what the framework divides summed gradients by: the number of ranks, times the loss scale."""
         source = self._planner.source
-        told = source.gradient_divisor()
-        if told is not None:
-            return told
+        divisor = source.gradient_divisor()
+        if divisor is not None:
+            return divisor
         averaged = source.averaged_over()
         ranks = unit.layout.world_size if averaged is None else averaged
         scale = source.loss_scale() if self._loss_scale is None else self._loss_scale()
         if scale is not None:
             return ranks * float(scale)
-        # Not what a scaler divided by before a step that it skipped.
+        # A scaler may have divided gradients of a step that it then skipped; that scale is over.
         if self._unscaled_by is not None and self.hooks is not None and self.hooks.is_over is not None:
             return ranks * self._unscaled_by.to(unit.device)
         return ranks

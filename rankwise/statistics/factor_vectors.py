@@ -1,4 +1,4 @@
-"""What MKOR's factor steps learn from the captured sums, agreed on by all ranks."""
+"""MKOR's factor steps get these vectors, which are made of the captured sums over all ranks."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from rankwise.statistics.window_sums import Record
 
 __all__ = ["GLIMPSE", "LayerVectors", "layer_vectors", "reduce_statistics", "refuse_broken_factors"]
 
-# Consecutive factor steps a matrix may fail before the run stops with an explanation.
+# After so many failed factor steps of a matrix in a row, the run stops with an explanation.
 TOLERATED_FAILURES = 3
 
 GLIMPSE = 2.0**-20
-"""What a rank adds to a matrix's number of failures if it has glimpsed it; float32 holds the sum of up to a million."""
+"""A rank that has glimpsed a matrix adds this to its number of failures; float32 holds the sum of a million ranks."""
 
 LayerVectors = tuple[Tensor, Tensor, Tensor]
 """Statistics of one layer: mean input, gradient of a (virtual) bias, and number of tokens, ``(1,)``."""
 
 
 def layer_vectors(inputs: Tensor, tokens: Tensor, outputs: Tensor, divisor: float | Tensor) -> LayerVectors:
-    """What a factor step takes, from sums over all ranks.
+    """Return what a factor step takes, from sums over all ranks.
 
     Args:
         inputs: Sum of the inputs.
-        tokens: Their number, ``(1,)``.
+        tokens: Number of tokens, ``(1,)``.
         outputs: Sum of the output gradients.
-        divisor: What output gradients were multiplied by, over and above the mean over the batch.
+        divisor: What the sum exceeds the gradient of the mean loss by: the number of ranks, times the loss scale.
     """
     return inputs / tokens.clamp(min=1), outputs / divisor, tokens
 
@@ -41,13 +41,13 @@ def reduce_statistics(
     """Sum the statistics of a unit's matrices over the ranks, in one collective.
 
     Args:
-        unit: The unit.
-        records: This rank's sums of every matrix, at least one, in the same order on every rank.
-        failures: For each, the failed factor steps in a row; None on ranks that do not own it.
-        divisor: What output gradients were multiplied by, over and above the mean over the batch.
+        unit: The present unit.
+        records: This rank's sums of every matrix, at least one, in one order on all ranks.
+        failures: Failed factor steps in a row of each matrix; None on ranks that do not own it.
+        divisor: What the sum exceeds the gradient of the mean loss by: the number of ranks, times the loss scale.
 
     Returns:
-        The vectors of every matrix; the failures of all and their numbers of tokens, ``(2, matrices)``.
+        The vectors of every matrix; and the failures and tokens of all matrices, ``(2, matrices)``.
     """
     inputs, outputs = zip(*(record.whole_sums() for record in records), strict=True)
     like, count = torch.empty(0, dtype=unit.dtype, device=unit.device), len(records)
@@ -59,7 +59,7 @@ def reduce_statistics(
         dist.all_reduce(packed, group=unit.layout.group)
     lengths = [tuple(part.numel() for part in side) for side in (inputs, outputs)]
     all_inputs, all_outputs, tokens, failed = packed.split([*map(sum, lengths), count, count])
-    # Divided all at once: a layer at a time, there would be two launches for each.
+    # All are divided at once: one layer at a time would take two launches each.
     per_input = tokens.clamp(min=1).repeat_interleave(unit.indices.of(lengths[0]), output_size=len(all_inputs))
     means = (all_inputs / per_input).split(lengths[0])
     gradients = (all_outputs / divisor).split(lengths[1])
@@ -67,25 +67,25 @@ def reduce_statistics(
 
 
 def _uploaded(numbers: Tensor, device: torch.device) -> Tensor:
-    """Numbers of the host, for which the host does not wait."""
+    """Copy numbers to the device, without waiting for it."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
 def _stacked(failures: Sequence[Tensor | None], like: Tensor) -> Tensor:
-    """One number for each, 0 for those of which nothing is known."""
+    """Stack one number for each matrix, 0 where this rank has none."""
     nothing = torch.zeros((), dtype=torch.int32, device=like.device)
-    known = [nothing if failed is None else failed for failed in failures]
-    if any(failed.dtype != nothing.dtype for failed in known):
-        known = [failed.to(like) for failed in known]
-    return torch.stack(known)
+    counts = [nothing if failed is None else failed for failed in failures]
+    if any(failed.dtype != nothing.dtype for failed in counts):
+        counts = [failed.to(like) for failed in counts]
+    return torch.stack(counts)
 
 
 def refuse_broken_factors(keys: Sequence[str], failures: Sequence[float]) -> None:
-    """Stop where factors keep failing; the counts travelled with the statistics, so all ranks stop together.
+    """Stop where factors keep failing; the counts travelled with the statistics, so that all ranks stop together.
 
     Args:
-        keys: The matrices.
-        failures: Failed factor steps in a row of each.
+        keys: Names of the matrices.
+        failures: Failed factor steps in a row of each matrix.
 
     Raises:
         RuntimeError: A matrix has failed too often.

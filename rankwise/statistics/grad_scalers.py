@@ -1,4 +1,4 @@
-"""What ``torch.amp.GradScaler`` divides gradients by, which they do not show: it tells as it divides."""
+"""``torch.amp.GradScaler`` reports what it divides gradients by, which the gradients themselves do not show."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class HearsOfScalers(Protocol):
     """An optimizer that must know what its gradients have been divided by."""
 
     def gradients_unscaled(self, scale: Tensor, is_over: Callable[[], bool]) -> None:
-        """A scaler has divided this step's gradients.
+        """Hear that a scaler has divided this step's gradients.
 
         Args:
-            scale: By what; the scaler goes on to change it after the step.
+            scale: What it has divided by; the scaler changes this tensor after the step.
             is_over: Whether the scaler has been updated since, and so has stepped, or has skipped the step.
         """
 
 
 def watch_gradient_scalers() -> None:
-    """Have all gradient scalers, of torch's class and those derived so far, tell optimizers what they divide by.
+    """Make all gradient scalers, of torch's class and those derived so far, report what they divide by.
 
-    ``scaler.step()`` unscales by way of ``unscale_()``, as users do who clip; either may be a subclass's own. Nothing
-    else of them changes, for no optimizer.
+    ``scaler.step()`` calls ``unscale_()``, as users do who clip, and a subclass may have its own. Only this method
+    changes, and it does for any optimizer what it did before.
     """
     for kind in _with_subclasses(GradScaler):
         unscale = kind.__dict__.get("unscale_")

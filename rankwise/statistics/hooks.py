@@ -1,12 +1,12 @@
-r"""MKOR's statistics of linear layers, taken from module hooks: mean input and gradient of a virtual bias.
+r"""Module hooks take MKOR's statistics of linear layers: the mean input and the gradient of a virtual bias.
 
-The forward hook sums a layer's input over its tokens and leaves a hook on the output; when the output's gradient
+The forward hook sums a layer's input over its tokens and leaves a hook on the output. When the output's gradient
 arrives in a backward pass that adds to the weight's gradient, both sums are committed together. That happens once per
 micro-batch, never for a forward without a backward, so it holds under evaluation, several micro-batches in flight, and
 both kinds of activation checkpointing, whose extra forward either records no graph or leaves one that is thrown away.
-A weight's sums die with its gradient: once that is gone, the next backward pass drops them. No activation is kept.
+If a weight's gradient is thrown away, the next backward pass drops its sums. No activation is kept.
 
-The scale rule: with all sums taken over every micro-batch and data-parallel rank of one optimizer step,
+With all sums taken over every micro-batch and data-parallel rank of one optimizer step, the scale rule is
 
 .. math::
     a = \frac{\sum x}{\text{count}}, \qquad g = \frac{1}{P S} \sum dY
@@ -44,27 +44,27 @@ Describe = Callable[[nn.Module], LinearShape | list[LinearView] | None]
 class Capture:
     """Collects the statistics of the linear layers of a model, by weight.
 
-    A weight used by several modules, or several times, has one record: tokens and gradients of all its uses add up.
-    The sums live on the weight's device in float32 (float64 for a float64 weight); their size is linear in the layer's
-    width.
+    A weight that several modules use, or that is used several times, has one record: tokens and gradients of all its
+    uses add up. The sums lie on the weight's device in float32 (float64 for a float64 weight); their size is linear in
+    the layer's width.
 
     Weights that are frozen when the hooks are made, or recomputed at each use (parametrizations), are left out. A
     backward pass counts if it adds to the weight's gradient: not where the layer is frozen by then, nor in
-    ``torch.autograd.grad`` and ``backward(inputs=...)`` for something else. Forward passes within the transforms of
-    ``torch.func``, and those by which pipelines find out shapes, are passed over.
+    ``torch.autograd.grad`` and ``backward(inputs=...)`` for other tensors. Forward passes within the transforms of
+    ``torch.func``, and those by which pipelines find out shapes, do not count.
 
     Args:
-        model: a module to search, or an iterable of modules to hook.
-        select: whether to capture the weight (second argument) of a module (first); all of them by default.
-        window: called at each commit, gives the identifier of the current accumulation window, for example an
-            engine's count of optimizer steps. Without it a window ends with `take` or `begin_window`.
-        describe: recognises a module as linear; replace it to hook a framework's own layers, or layers that ranks
-            share: each then sums its part, and the sums over all ranks are those of one process.
-        kept: says of a parameter whether the next backward pass adds to a gradient of an earlier one, where a framework
-            keeps gradients elsewhere; None: they are in ``grad``.
+        model: A module to search, or an iterable of modules to hook.
+        select: Whether to capture the weight (second argument) of a module (first); all weights by default.
+        window: Returns, at each commit, the identifier of the current accumulation window, for example an engine's
+            count of optimizer steps. Without it a window ends with `take` or `begin_window`.
+        describe: Recognises a module as linear. Replace it to hook a framework's own layers, or layers that ranks
+            share: each rank then sums its part, and the sums over all ranks are those of one process.
+        kept: Whether the next backward pass adds to an earlier gradient of a parameter, where a framework keeps
+            gradients elsewhere; it returns None where they are in ``grad``.
 
     Raises:
-        ValueError: if modules that share a weight disagree on its shape, or a layer has no shape yet.
+        ValueError: Modules that share a weight disagree on its shape, or a layer has no shape yet.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Capture:
         """Whether nothing counts for the time being."""
         self.listener: CommitListener | None = None
         self.on_forward: Callable[[], None] | None = None
-        """Called before anything else at forward passes, unless they are compiled."""
+        """Called first in every forward pass that is not compiled."""
         self.on_training_forward: Callable[[list[Parameter]], None] | None = None
         """Called with the weights of a module whose output wants a gradient."""
         self._chosen: frozenset[Record] | None = None
@@ -99,20 +99,20 @@ class Capture:
             for view in views_of(module, describe(module)):
                 if view.weight.requires_grad and (select is None or select(module, view.weight)):
                     self._by_module.setdefault(module, []).append((view, self._add(name, view)))
-                    own = module.named_parameters(recurse=False)
-                    self._names |= {parameter: key for key, parameter in own if parameter is view.weight}
+                    direct = module.named_parameters(recurse=False)
+                    self._names |= {parameter: key for key, parameter in direct if parameter is view.weight}
         self.attach()
 
     def attach(self) -> None:
-        """Put the hooks in place, unless they are.
+        """Put the hooks in place, unless they are there.
 
-        What ``torch.compile`` made of these modules, or of others of their classes, before is compiled again: it does
-        not look for new hooks, and would go around them.
+        All that ``torch.compile`` has compiled in this process is compiled again: compiled code does not look for new
+        hooks, and would go around them.
         """
         if not self._handles:
             if self._by_module and has_compiled():
                 torch.compiler.reset()
-            # What tensor parallelism makes of an output is no sharded tensor any more, which says what it shows.
+            # Hooks run before those of tensor parallelism, after which the output is no DTensor with placements.
             self._handles = [
                 module.register_forward_hook(
                     self._on_forward, with_kwargs=True, prepend=any(is_sharded(view.weight) for view, _ in views)
@@ -121,7 +121,7 @@ class Capture:
             ]
 
     def replace_parameters(self, exchanged: Mapping[int, Tensor]) -> None:
-        """Go on with other tensors as weights and biases, by the identity of those before; sums stay."""
+        """Replace weights and biases by other tensors, which are given by the identity of the old ones; sums stay."""
 
         def now(parameter: Any) -> Any:
             return exchanged.get(id(parameter), parameter)
@@ -134,33 +134,33 @@ class Capture:
         self._names = {now(parameter): name for parameter, name in self._names.items()}
 
     def replaced(self) -> set[Parameter]:
-        """Weights that other modules of the model use by now than those that are heard."""
+        """Return weights that modules without hooks use by now, and no hooked module of the model."""
         present = set() if self.root is None else set(self.root.modules())
-        others = present - self._by_module.keys()
-        used = {parameter for module in others for parameter in module._parameters.values()}
-        heard = {view.weight for module in present - others for view, _ in self._by_module[module]}
+        unheard = present - self._by_module.keys()
+        used = {parameter for module in unheard for parameter in module._parameters.values()}
+        heard = {view.weight for module in present - unheard for view, _ in self._by_module[module]}
         return {parameter for parameter in self.records if parameter in used and parameter not in heard}
 
     def remove(self) -> None:
-        """Take the hooks out and forget the sums; outputs still waiting for their gradient commit nothing."""
+        """Take the hooks out and forget the sums; outputs that still wait for their gradients commit nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
         self.clear()
 
     def let_go(self) -> None:
-        """Hold nothing of the optimizer and hear no more: it is gone, while the model that has the hooks lives on.
+        """Drop all references to an optimizer that is gone, and count nothing more, while the model lives on.
 
-        They stay there: another thread may be in a forward pass.
+        The hooks stay with the model, because another thread may be in a forward pass.
         """
         vars(self).update(vars(Capture([])), enabled=False)
 
     def listen_to(self, records: Collection[Record], in_company: bool) -> None:
-        """Collect the statistics of some weights, until told otherwise; of all at first.
+        """Collect the statistics of some weights until the next call; without one, of all.
 
         Args:
-            records: Those wanted; none switches everything off.
-            in_company: Whether the listener is to follow, because it is known that this window's sums will be used.
+            records: Records of these weights; without any, hooks do nothing.
+            in_company: Whether the listener hears of commits, because all ranks will use this window's sums.
         """
         self.enabled = bool(records)
         self._chosen = None if len(records) == len(self.records) else frozenset(records)
@@ -172,33 +172,33 @@ class Capture:
         self.enabled = True
 
     def window_id(self) -> Hashable:
-        """The present accumulation window, as `window` names it; None without one."""
+        """Return the identifier of the present accumulation window; None where no `window` was given."""
         return None if self._window is None else self._window()
 
     def begin_window(self, window_id: Hashable) -> None:
-        """Name the accumulation window; sums of another one that nobody has taken are dropped.
+        """Name the accumulation window; sums of another window that nobody has taken are dropped.
 
-        They are left over from a step that was skipped, after an overflow for instance.
+        Such sums are left over from a step that was skipped, after an overflow for instance.
 
         Args:
-            window_id: anything that differs from one optimizer step to the next.
+            window_id: Identifier that differs from one optimizer step to the next.
         """
         if window_id != self._window_id:
             self._window_id = window_id
             self.clear()
 
     def take(self, parameter: Parameter) -> tuple[Tensor, int, Tensor]:
-        """Hand over the sums of a weight and start it afresh.
+        """Return the sums of a weight and clear them.
 
         Args:
-            parameter: a key of `records`.
+            parameter: A key of `records`.
 
         Returns:
             Sum of the inputs ``(in_features,)``, number of tokens, and sum of the output gradients
-            ``(out_features,)``. A number of 0 means that no backward pass came by in this window.
+            ``(out_features,)``. A number of 0 means that no backward pass counted in this window.
 
         Raises:
-            KeyError: if the weight is not captured.
+            KeyError: The weight is not captured.
         """
         record = self.records[parameter]
         inputs, outputs = (sums.clone() for sums in record.whole_sums())
@@ -207,7 +207,7 @@ class Capture:
         return inputs, count, outputs
 
     def clear(self) -> None:
-        """Forget the sums of all weights. No rank needs to know whether others do."""
+        """Forget the sums of all weights, whether other ranks do so or not."""
         self.is_over = None
         self._drop(list(self.records.values()))
 
@@ -215,7 +215,7 @@ class Capture:
         """Forget sums whose gradients were thrown away since the last backward pass.
 
         Args:
-            in_step: Whether a step is to use the gradients, and no further backward pass to add to them.
+            in_step: Whether a step is about to use the gradients, rather than a backward pass to add to them.
         """
         if self.is_over is not None and not in_step and self.is_over():
             self.clear()
@@ -264,13 +264,13 @@ class Capture:
             if not self._wants(record):
                 continue
             rows = None if view.rows is None else view.rows(args, kwargs)
-            # Also in a rehearsal: selective checkpointing wants to see the same operations again.
+            # A rehearsal computes this, too, because selective checkpointing expects each pass's operations again.
             call = _input_call(view, record, inputs, rows, self._in_use(module, record.parameter))
             if not rehearsed:
                 hooked.register_hook(partial(self._on_output_grad, call, rows))
 
     def _in_use(self, module: nn.Module, parameter: Parameter) -> Tensor:
-        """What the module multiplies by: what has been put in the weight's place since, for a pass or for good."""
+        """Return what the module multiplies by, which may have been put in the weight's place since the capture."""
         used = getattr(module, self._names.get(parameter, ""), parameter)
         return used if isinstance(used, Parameter) else parameter
 
@@ -287,7 +287,7 @@ class Capture:
         grad = grad.detach()
         record.move_to(grad.device)
         record.sum_output_grad += _summed(grad, rows, record.outputs, record.shape.out_features, record.sum_output_grad)
-        # A retained graph sends several gradients for one input, which counts once.
+        # A retained graph sends several gradients for one input, and the input counts once.
         if call.epoch != record.epoch:
             call.epoch = record.epoch
             record.sum_input += call.sum_input
@@ -302,7 +302,7 @@ class Capture:
         return self._chosen is None or record in self._chosen
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Capture:
-        # Hooks travel with a copied model; its modules are unknown here and commit nothing.
+        # Hooks travel with a copied model. Its modules are not among those captured, and commit nothing.
         return self
 
     def __reduce__(self) -> tuple[type[Capture], tuple[list[nn.Module]]]:
@@ -321,14 +321,14 @@ def _named_modules(model: nn.Module | Iterable[nn.Module]) -> Iterator[tuple[str
 
 
 def _in_transform() -> bool:
-    """Whether ``torch.func`` differentiates or maps this forward pass, whose tensors belong to it."""
+    """Whether ``torch.func`` differentiates or maps this forward pass, whose tensors must not be kept."""
     return torch._C._functorch.maybe_current_level() is not None
 
 
 def _in_rehearsal() -> bool:
     """Whether ``torch.distributed.pipelining`` finds out shapes, before its first step.
 
-    It runs a stage forward and backward on memory that nobody has written to, and keeps no gradient of it.
+    It then runs a stage forward and backward on uninitialized memory, and drops the gradients.
     """
     if "torch.distributed.pipelining.stage" not in sys.modules or torch.compiler.is_compiling():
         return False
@@ -339,16 +339,16 @@ def _in_rehearsal() -> bool:
 
 
 def has_compiled() -> bool:
-    """Whether ``torch.compile`` has been at work in this process."""
+    """Whether ``torch.compile`` has compiled anything in this process."""
     used = sys.modules.get("torch._dynamo.utils")
     return used is not None and bool(used.counters["frames"])
 
 
 def _with_gradient(output: Tensor, inputs: Tensor) -> Tensor:
-    """The tensor that gets the gradient of a module's output, whatever is done to the output afterwards.
+    """Return the tensor that gets the gradient of a module's output, whatever is done to the output afterwards.
 
-    An output that is another one reshaped, as of ``nn.Linear`` with a bias and more than two dimensions, gets none once
-    it has been changed in place, by ``ReLU(inplace=True)`` for example: autograd then goes around it.
+    An output may be a view of another tensor, as that of ``nn.Linear`` with a bias and more than two dimensions is.
+    Once it has been changed in place, by ``ReLU(inplace=True)`` for example, autograd goes around the view.
     """
     base = None if torch.compiler.is_compiling() else output._base
     if base is None or not base.requires_grad or base is inputs or base is inputs._base:
@@ -358,7 +358,7 @@ def _with_gradient(output: Tensor, inputs: Tensor) -> Tensor:
 
 
 def _as_rows(tensor: Tensor, rows: slice | None) -> Tensor:
-    flat = tensor.detach().reshape(tensor.shape[:-1].numel(), tensor.shape[-1])  # of no features, too
+    flat = tensor.detach().reshape(tensor.shape[:-1].numel(), tensor.shape[-1])  # -1 would be unclear without features
     return flat if rows is None else flat[rows]
 
 
@@ -384,10 +384,10 @@ def _summed(
     like: Tensor,
     prepare: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """The sum over tokens of what this rank sums up, as long as the sums that it is added to."""
-    held, own = placed(tensor, side)
-    part = own.part(_as_rows(held, chosen), features)
+    """Return the sum over tokens of this rank's part of a tensor, of the length that ``side`` says."""
+    held, placed_side = placed(tensor, side)
+    part = placed_side.part(_as_rows(held, chosen), features)
     if prepare is not None:
         part = prepare(part)
-    found = part.sum(0, dtype=like.dtype)
-    return found if own is side else own.widened(found, features)
+    total = part.sum(0, dtype=like.dtype)
+    return total if placed_side is side else placed_side.widened(total, features)

@@ -1,4 +1,4 @@
-"""How a rank's modules show linear layers: whole, or one slice of the features or of the tokens that ranks share."""
+"""A rank's modules show linear layers whole, or a slice of the features, or a share of the tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["LinearShape", "LinearView", "SummedPart", "describe_linear", "placed
 
 
 class LinearShape(NamedTuple):
-    """What a layer multiplies its input by: the features it takes and gives, and whether the weight is (in, out)."""
+    """The shape of a layer's weight: the features that it takes and gives, and whether the weight is (in, out)."""
 
     in_features: int
     out_features: int
@@ -26,37 +26,37 @@ class LinearShape(NamedTuple):
 class SummedPart(NamedTuple):
     """The part of a layer's input, or of its output's gradient, that this rank sums up.
 
-    The parts of all ranks are disjoint and together are everything, so that sums over ranks are those of one process.
+    The parts of all ranks are disjoint and together make the whole, so that sums over ranks are those of one process.
 
     Attributes:
-        runs: Positions [start, end) in the whole layer of the features this rank answers for; None for all features.
-        alike: This rank's position among the ranks that see the same tokens, and their number. A rank that answers for
-            some features sums them over all these tokens; otherwise it takes its share of the tokens: none if it is
-            one more than there are.
+        runs: Positions [start, end) in the whole layer of the features that this rank sums; None for all features.
+        alike: Position of this rank among the ranks that see the same tokens, and the number of these ranks. A rank
+            with some of the features sums them over all these tokens; one with all features takes its share of the
+            tokens, and none if its position is beyond the last.
     """
 
     runs: tuple[tuple[int, int], ...] | None = None
     alike: tuple[int, int] = (0, 1)
 
     def width(self, features: int) -> int:
-        """Features this rank answers for.
+        """Return the number of features that this rank sums.
 
         Args:
-            features: Those of the whole layer.
+            features: Number of features of the whole layer.
         """
         return features if self.runs is None else sum(end - start for start, end in self.runs)
 
     def share(self, tokens: int) -> slice:
-        """This rank's part of the tokens that several ranks see."""
+        """Return this rank's share of the tokens that several ranks see."""
         rank, ways = self.alike
         return slice(rank * tokens // ways, (rank + 1) * tokens // ways)
 
     def part(self, rows: Tensor, features: int) -> Tensor:
-        """What of a module's tensor this rank sums up.
+        """Return the part of a module's tensor that this rank sums up.
 
         Args:
             rows: (tokens, features), of this rank's slice or of the whole layer.
-            features: Those of the whole layer.
+            features: Number of features of the whole layer.
         """
         if self.runs is None:
             return rows if self.alike == (0, 1) else rows[self.share(rows.shape[0])]
@@ -65,23 +65,23 @@ class SummedPart(NamedTuple):
         return torch.cat([rows[:, start:end] for start, end in self.runs], dim=1)
 
     def widened(self, vector: Tensor, features: int) -> Tensor:
-        """This rank's sums at their positions in the whole layer, zero elsewhere; themselves where it has all."""
+        """Put this rank's sums to their positions in the whole layer, with zeros elsewhere."""
         if self.runs is None:
             return vector
-        found = vector.new_zeros(features)
+        whole = vector.new_zeros(features)
         offset = 0
         for start, end in self.runs:
-            found[start:end] = vector[offset : offset + end - start]
+            whole[start:end] = vector[offset : offset + end - start]
             offset += end - start
-        return found
+        return whole
 
 
 def placed(tensor: Tensor, side: SummedPart) -> tuple[Tensor, SummedPart]:
-    """What this rank has of a module's tensor, and the part of it that it sums up: as a ``DTensor``'s placements say.
+    """Return this rank's shard of a module's tensor, and the part of it to sum up, by the placements of a ``DTensor``.
 
     Args:
         tensor: Input, or gradient of the output.
-        side: What is known of a tensor that is no ``DTensor``.
+        side: The part to sum up of a tensor that is no ``DTensor``.
     """
     cut = cut_of(tensor)
     if cut is None:
@@ -93,17 +93,17 @@ def placed(tensor: Tensor, side: SummedPart) -> tuple[Tensor, SummedPart]:
             size = -(-tensor.shape[-1] // count)
             runs = ((min(number * size, tensor.shape[-1]), min((number + 1) * size, tensor.shape[-1])),)
         if placement.is_replicate() or (runs is not None and placement.is_shard()):
-            # All of its ranks see these tokens. Those of a sum that is yet to be taken each have a part of it.
+            # All ranks of this dimension see these tokens. With a pending sum, each has a term, and none is left out.
             position, ways = position * count + number, ways * count
     return local_view(tensor), SummedPart(runs, (position, ways))
 
 
 def seen_by(described: list[LinearView], alike: tuple[int, int]) -> list[LinearView]:
-    """The views where several ranks see the same tokens, and take a share of them each.
+    """Return views for ranks that see the same tokens, each of which then takes a share of the tokens.
 
     Args:
-        described: As if this were one process.
-        alike: See :class:`SummedPart`.
+        described: Views of one process.
+        alike: Position of this rank among the ranks that see the same tokens, and their number.
     """
     if alike[1] == 1:
         return described
@@ -113,16 +113,16 @@ def seen_by(described: list[LinearView], alike: tuple[int, int]) -> list[LinearV
 
 @dataclass(frozen=True, eq=False)
 class LinearView:
-    """One weight of a module, and what the module's input and output tell of it.
+    """One weight of a module, and the parts of the module's input and output that belong to it.
 
     Attributes:
-        weight: The weight.
-        bias: The bias the module adds, or hands on to be added, after multiplying by the weight.
+        weight: Weight that the module multiplies by.
+        bias: Bias that the module adds, or hands on to be added, after multiplying by the weight.
         shape: Shape of the whole layer, before any rank cut it.
         inputs: The part of the input to sum up.
         outputs: The part of the output gradient to sum up.
         rows: Finds the weight's rows among all tokens, from the call's arguments, where a module has several weights.
-        prepare: What the module does to its input, (tokens, features), before the multiplication.
+        prepare: Does to the input, (tokens, features), what the module does before the multiplication.
     """
 
     weight: Parameter
@@ -138,10 +138,10 @@ def describe_linear(module: nn.Module) -> LinearShape | None:
     """Recognise ``torch.nn.Linear`` and the ``Conv1D`` of Hugging Face's GPT-2, with their subclasses.
 
     Args:
-        module: any module.
+        module: Any module.
 
     Returns:
-        Its shape, or None if it is neither.
+        The shape of its weight, or None if it is neither.
     """
     if isinstance(module, nn.Linear):
         return LinearShape(module.in_features, module.out_features)
@@ -152,7 +152,7 @@ def describe_linear(module: nn.Module) -> LinearShape | None:
 
 
 def views_of(module: nn.Module, described: LinearShape | list[LinearView] | None) -> list[LinearView]:
-    """The weights of a module: those described, or the one called ``weight`` where only its shape was."""
+    """Return the views of a module: those described, or that of ``module.weight`` where a shape was described."""
     if isinstance(described, list):
         return described
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)

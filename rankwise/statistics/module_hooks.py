@@ -1,4 +1,4 @@
-"""A forward hook that stays with its module: copies of the module have one that does nothing."""
+"""A forward hook stays with its module: copies of the module have one that does nothing."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class ModuleHook:
     compute nor take along what the function belongs to.
 
     Args:
-        module: The module; None: none.
-        call: Is given the output.
+        module: Module whose outputs count; None: no module's.
+        call: Function that gets the output.
     """
 
     def __init__(self, module: nn.Module | None = None, call: Callable[[Any], Any] | None = None) -> None:
         self._module, self._call = module, call
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """See :meth:`torch.nn.Module.register_forward_hook`."""
+        """Call the function with the output, as a hook of :meth:`torch.nn.Module.register_forward_hook`."""
         if self._call is not None and module is self._module and not is_imagined():
             self._call(output)
 

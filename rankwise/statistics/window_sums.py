@@ -1,4 +1,4 @@
-"""The sums of one weight, which the hooks add to and steps take."""
+"""A record has the sums of one weight, which hooks add to and steps take."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class Record:
     """Sums of one weight over the current accumulation window.
 
     Attributes:
-        name: of the first module that uses the weight, in the model given to `Capture`.
-        parameter: the weight.
-        bias: the bias all modules of the weight add, or None if they add none or different ones.
-        shape: features and orientation, taken from the module: a weight may be sharded to nothing.
-        inputs: the part of the input that this rank sums up; all of it unless ranks share the layer.
-        outputs: the same of the output gradient.
-        sum_input: sum of that part of the input over tokens.
-        sum_output_grad: sum of that part of the output gradient over tokens, with the loss scale in it.
-        count: number of tokens in the sums; 0 if no backward pass came by.
-        touched: whether there is anything in the sums.
-        changes: number of times that the sums were added to or forgotten.
-        weight: what the module multiplied by in the last backward pass, whole where `parameter` is a shard.
-        gradient: whether the gradient was at the weight when that pass ended, and its version; None before.
-        accumulator: a weight, and the node of autograd's graph that adds to its gradient.
+        name: Name of the first module that uses the weight, in the model given to `Capture`.
+        parameter: The weight.
+        bias: Bias that all modules of the weight add, or None if they add none or different ones.
+        shape: Features and orientation, taken from the module, as a weight may be sharded to nothing.
+        inputs: Part of the input that this rank sums up; all of it unless ranks share the layer.
+        outputs: Part of the output gradient that this rank sums up.
+        sum_input: Sum over tokens of this rank's part of the input.
+        sum_output_grad: Sum over tokens of this rank's part of the output gradient, which includes the loss scale.
+        count: Number of tokens in the sums; 0 if no backward pass counted.
+        touched: Whether anything was added to the sums.
+        changes: How often the sums were added to or forgotten.
+        weight: What the module multiplied by in the last backward pass, whole where `parameter` is a shard.
+        gradient: Whether the gradient was at the weight when that pass ended, and its version; None before.
+        accumulator: A weight, and the node of autograd's graph that adds to its gradient.
     """
 
     name: str
@@ -58,9 +58,9 @@ class Record:
         return self.shape.transposed
 
     def whole_sums(self) -> tuple[Tensor, Tensor]:
-        """The sums of inputs ``(in_features,)`` and output gradients ``(out_features,)``, valid until they are cleared.
+        """Return the sums of inputs ``(in_features,)`` and output gradients ``(out_features,)``, valid until cleared.
 
-        Zero where other ranks sum up.
+        They are zero for features that other ranks sum up.
         """
         inputs = self.inputs.widened(self.sum_input, self.shape.in_features)
         return inputs, self.outputs.widened(self.sum_output_grad, self.shape.out_features)
@@ -76,8 +76,8 @@ class Record:
 
 
 def clear(records: Sequence[Record]) -> None:
-    """Forget the sums, and what the window's module calls would add to them."""
-    sums = [own for record in records if record.touched for own in (record.sum_input, record.sum_output_grad)]
+    """Clear the sums, and start an epoch in which inputs that were counted count anew."""
+    sums = [total for record in records if record.touched for total in (record.sum_input, record.sum_output_grad)]
     if sums:
         torch._foreach_zero_(sums)
     for record in records:
@@ -91,8 +91,8 @@ class ModuleCall:
     """One forward call that waits for its output gradient.
 
     Attributes:
-        weight: what the module multiplied by.
-        born: the graph task in which the call was made, by activation checkpointing; or -1.
+        weight: Tensor that the module multiplied by.
+        born: Graph task in which activation checkpointing made the call; -1 for an ordinary forward pass.
     """
 
     record: Record
@@ -104,10 +104,10 @@ class ModuleCall:
 
 
 class CommitListener(Protocol):
-    """Follows the sums as the backward pass adds to them."""
+    """What follows the sums as the backward pass adds to them."""
 
     def committed(self, record: Record) -> None:
-        """A weight has got the sums of a module call."""
+        """Hear that a weight has got the sums of a module call."""
 
     def dropped(self, records: Sequence[Record]) -> None:
-        """Sums of these weights were forgotten, perhaps on this rank alone."""
+        """Hear that the sums of these weights were forgotten, perhaps on this rank alone."""

@@ -1,4 +1,4 @@
-r"""AdamW: the first-order rule that parameters outside a matrix rule take, and the inner rule of several others.
+r"""AdamW is the first-order rule of parameters outside a matrix rule, and the inner rule of several others.
 
 Source: "Decoupled Weight Decay Regularization", arXiv 1711.05101, Algorithm 2, with ``eps`` where
 ``torch.optim.AdamW`` has it.
@@ -17,7 +17,7 @@ Scalar = float | Tensor
 """A Python float, or a 0-d tensor of the dtype and device of the data (no recompilation when its value changes)."""
 
 Step = int | Tensor
-"""The number of a step, from 1; or tensors of them on the device of the data, whose values the host does not know."""
+"""The number of a step, from 1; or a tensor of such numbers on the data's device, which the host does not read."""
 
 
 @overload
@@ -33,14 +33,14 @@ def bias_corrections(betas: tuple[float, float], step: Step) -> tuple[Scalar, Sc
 
 
 def bias_corrections(betas: tuple[float, float], step: Step) -> tuple[Scalar, Scalar]:
-    r"""``(1 - beta1^t, 1 - beta2^t)``, the factors that undo the zero start of the moments.
+    r"""Return ``(1 - beta1^t, 1 - beta2^t)``; dividing by them undoes the zero start of the moments.
 
     Args:
         betas: Decay rates of the two moments, each in [0, 1).
         step: ``t``, counted from 1; a tensor gives tensors of its shape in fp64, computed where it lies.
 
     Raises:
-        ValueError: If ``step`` is a number below 1: the corrections would be zero and divided by.
+        ValueError: ``step`` is a number below 1, for which moments would be divided by zero.
     """
     if isinstance(step, Tensor):
         count = step.double()
@@ -59,19 +59,19 @@ def adamw_update(
     eps: float,
     corrections: tuple[Scalar, Scalar],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""One step of Adam's moments, and the direction they give.
+    r"""Advance Adam's moments by one step, and return the direction that they give.
 
     .. math:: m_t = \beta_1 m_{t-1} + (1 - \beta_1) g_t, \qquad v_t = \beta_2 v_{t-1} + (1 - \beta_2) g_t^2, \qquad
               d_t = \frac{m_t / (1 - \beta_1^t)}{\sqrt{v_t / (1 - \beta_2^t)} + \epsilon}
 
-    All tensors have the same shape (...). Learning rate and decay are the step's.
+    All tensors have the same shape (...). Learning rate and decay belong to :func:`decoupled_step`.
 
     Args:
         grad: Gradient ``g``.
         exp_avg: First moment ``m`` before the step.
         exp_avg_sq: Second moment ``v`` before the step.
         betas: Decay rates of the two moments.
-        eps: Added to the root. With ``eps = 0`` an element whose gradients were all zero gives 0 / 0.
+        eps: Number added to the root. With ``eps = 0`` an element whose gradients were all zero gives 0 / 0.
         corrections: ``(1 - beta1^t, 1 - beta2^t)`` of this step, from :func:`bias_corrections`.
 
     Returns:
@@ -85,7 +85,7 @@ def adamw_update(
 
 
 def decoupled_step(param: Tensor, direction: Tensor, lr: Scalar, weight_decay: float) -> Tensor:
-    r"""The weights after a step along ``direction`` with decoupled decay: ``(1 - lr * weight_decay) x - lr * d``.
+    r"""Return the weights after a step with decoupled decay: ``(1 - lr * weight_decay) x - lr * d``.
 
     Args:
         param: Weights ``x`` (...).

@@ -1,4 +1,4 @@
-"""LAMB in pieces, so that per-tensor norms can be summed over ranks between them.
+"""LAMB is divided here into functions, so that norms of tensors can be summed over ranks between them.
 
 Reference: You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, arXiv:1904.00962.
 """
@@ -23,13 +23,13 @@ def lamb_direction(
     weight_decay: float = 0.0,
     corrections: tuple[Scalar, Scalar] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Adam's direction with the weight decay inside, which is LAMB's update before its trust ratio.
+    r"""Return Adam's direction with the weight decay inside, which is LAMB's update before its trust ratio.
 
     .. math::
         m' = \beta_1 m + (1-\beta_1) g, \quad v' = \beta_2 v + (1-\beta_2) g^2, \quad
         r = \frac{m' / c_1}{\sqrt{v' / c_2} + \epsilon} + \lambda w
 
-    (Algorithm 2.) Element-wise: any shape, any shard of a tensor.
+    (Algorithm 2.) The function is element-wise: it takes any shape, and any shard of a tensor.
 
     Args:
         grad: gradient ``g``.
@@ -37,7 +37,7 @@ def lamb_direction(
         exp_avg_sq: second moment ``v``, shape of ``grad``.
         param: weights ``w``, shape of ``grad``.
         betas: decay of the two moments.
-        eps: added to the root of the second moment.
+        eps: number added to the root of the second moment.
         weight_decay: :math:`\lambda`.
         corrections: :math:`(c_1, c_2) = (1 - \beta_1^t, 1 - \beta_2^t)`, or None for uncorrected moments, as in
             the LAMB of MKOR's authors.
@@ -54,7 +54,7 @@ def lamb_direction(
 
 
 def trust_ratio(weight_norm: Tensor, update_norm: Tensor, max_weight_norm: float | None = 10.0) -> Tensor:
-    r"""LAMB's layer-wise step size: the norm of the weights over that of their update.
+    r"""Return LAMB's layer-wise step size: the norm of the weights over that of their update.
 
     .. math::
         \phi(\|w\|) / \|r\|, \quad \phi(z) = \min(z, z_{\max})
@@ -70,7 +70,7 @@ def trust_ratio(weight_norm: Tensor, update_norm: Tensor, max_weight_norm: float
         Factors for the learning rate, shape of the norms.
 
     Raises:
-        ValueError: if ``max_weight_norm`` is not positive.
+        ValueError: ``max_weight_norm`` is not positive.
     """
     if max_weight_norm is not None and not max_weight_norm > 0.0:
         raise ValueError(f"max_weight_norm={max_weight_norm} must be positive; use 10.0, or None for no bound")

@@ -1,8 +1,8 @@
-"""Orthonormal bases of tall, skinny matrices, batched and without host synchronisation.
+"""These functions compute orthonormal bases of batches of tall, skinny matrices.
 
-Everything here returns the *ordered* (Gram-Schmidt) basis, whose first ``k`` columns span the first ``k`` columns of
-the input. Optimizers that run Adam inside a subspace depend on that basis itself and not only on its span, so a polar
-factor or an unordered eigenbasis would be a different optimizer.
+The QR functions return the *ordered* (Gram-Schmidt) basis, whose first ``k`` columns span the first ``k`` columns of
+the input, without host synchronisation. An optimizer that runs Adam inside a subspace depends on that basis itself and
+not only on its span: with a polar factor or an unordered eigenbasis it would be a different optimizer.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ __all__ = [
 ]
 
 Gather = Callable[[Tensor], Tensor]
-"""Stacks the tensors that the holders of row blocks pass, (holders, ...), alike for all of them."""
+"""Stacks the tensors that the holders of row blocks pass, (holders, ...); every holder gets the whole stack."""
 
-# A column whose part outside the span of its predecessors is smaller than this (relative to its length) is rounding.
+# A column is rounding if its part outside the span of its predecessors, relative to its length, is smaller than this.
 MIN_DIAGONAL = 1e-6
 # The second pass of CholeskyQR2 starts from columns that should already be orthonormal. If one of them still loses
 # more than half of its length, the first pass has failed, and the second leaves an error well above rounding.
 MIN_SECOND_DIAGONAL = 0.5
-# Long-side columns converted to double at a time when a Gram matrix is summed: bounds the workspace.
+# A Gram matrix is summed over so many columns at a time, converted to double, which bounds the workspace.
 _GRAM_BLOCK = 4096
 
 
 def _scale_columns(matrix: Tensor) -> Tensor:
-    """Returns (..., n, r) with a largest entry of one in every non-zero column; zero columns stay zero."""
-    # Keeps the squares in the Gram matrix inside the range of the dtype, whatever the units and the grading.
+    """Return (..., n, r) with a largest entry of one in every non-zero column; zero columns stay zero."""
+    # The squares in the Gram matrix stay inside the range of the dtype, whatever the units and the grading.
     peak = torch.linalg.vector_norm(matrix, ord=float("inf"), dim=-2, keepdim=True)
     return matrix / torch.where(peak > 0, peak, 1.0)
 
 
 def triangular_factor(gram: Tensor, min_diagonal: float = MIN_DIAGONAL) -> tuple[Tensor, Tensor]:
-    """Factors Gram matrices and says, on the device, which of them cannot be trusted.
+    """Factor Gram matrices and say, on the device, which of them cannot be trusted.
 
     Args:
         gram: Symmetric positive semi-definite matrices (..., r, r).
@@ -54,7 +54,7 @@ def triangular_factor(gram: Tensor, min_diagonal: float = MIN_DIAGONAL) -> tuple
 
     Returns:
         The lower triangular factor (..., r, r), and a boolean (...) that is true where the factorisation failed, a
-        diagonal entry is below ``min_diagonal`` or an entry is not a number. No host synchronisation.
+        diagonal entry is below ``min_diagonal`` or an entry is not a number.
     """
     factor, info = torch.linalg.cholesky_ex(gram)
     lengths = gram.diagonal(dim1=-2, dim2=-1).sqrt()
@@ -67,10 +67,10 @@ def _solve(columns: Tensor, factor: Tensor) -> Tensor:
 
 
 def cholesky_qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """One column-scaled pass of CholeskyQR: well conditioned, nearly orthonormal columns.
+    """Do one column-scaled pass of CholeskyQR, which gives well conditioned, nearly orthonormal columns.
 
-    Two matrix products and an r x r Cholesky factorisation. Orthonormal to about ``eps * cond**2`` only; use it
-    where the result is a change of conditioning, and :func:`cholesky_qr2` where it is the basis.
+    It takes two matrix products and an r x r Cholesky factorisation. The columns are orthonormal to about
+    ``eps * cond**2`` only: use it to improve conditioning, and :func:`cholesky_qr2` for a basis.
 
     Args:
         matrix: (..., n, r) with r <= n.
@@ -85,7 +85,7 @@ def cholesky_qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cholesky_qr2(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Column-scaled CholeskyQR2: the Q factor of a QR decomposition, positive diagonal, in matrix products only.
+    r"""Compute the Q factor of a QR decomposition with positive diagonal by column-scaled CholeskyQR2.
 
     .. math:: Q_1 = (Y S) L_1^{-T}, \quad L_1 L_1^T = (Y S)^T (Y S), \qquad
               Q = Q_1 L_2^{-T}, \quad L_2 L_2^T = Q_1^T Q_1
@@ -98,7 +98,7 @@ def cholesky_qr2(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         ``Q`` (..., n, r) and a boolean (...) that is true where it must not be used: the input is numerically rank
-        deficient, or not finite. :func:`householder_qr` gives the same ``Q`` there at any condition number.
+        deficient, or not finite. :func:`householder_qr` gives the same ``Q``, at any condition number.
     """
     first, first_failed = cholesky_qr(matrix)
     factor, second_failed = triangular_factor(first.mT @ first, MIN_SECOND_DIAGONAL)
@@ -106,14 +106,14 @@ def cholesky_qr2(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def row_block_cholesky_qr(rows: Tensor, gather: Gather) -> tuple[Tensor, Tensor]:
-    """:func:`cholesky_qr` of a matrix of which every caller has some rows.
+    """Do what :func:`cholesky_qr` does, for a matrix of which every caller has some rows.
 
     Args:
-        rows: (..., n_i, r).
-        gather: Called once, with (..., 1 + r, r).
+        rows: Rows of this caller, (..., n_i, r).
+        gather: Collective, called once with (..., 1 + r, r).
 
     Returns:
-        The same rows of ``Q``, and the boolean, alike for all callers.
+        The caller's rows of ``Q``, and the boolean, which is equal for all callers.
     """
     peak = torch.linalg.vector_norm(rows, ord=float("inf"), dim=-2, keepdim=True)
     columns = _scale_columns(rows)
@@ -127,14 +127,14 @@ def row_block_cholesky_qr(rows: Tensor, gather: Gather) -> tuple[Tensor, Tensor]
 
 
 def row_block_cholesky_qr2(rows: Tensor, gather: Gather) -> tuple[Tensor, Tensor]:
-    """:func:`cholesky_qr2` of a matrix of which every caller has some rows.
+    """Do what :func:`cholesky_qr2` does, for a matrix of which every caller has some rows.
 
     Args:
-        rows: (..., n_i, r).
-        gather: Called twice, with (..., 1 + r, r) and (..., r, r).
+        rows: Rows of this caller, (..., n_i, r).
+        gather: Collective, called twice, with (..., 1 + r, r) and (..., r, r).
 
     Returns:
-        The same rows of ``Q``, and the boolean, alike for all callers.
+        The caller's rows of ``Q``, and the boolean, which is equal for all callers.
     """
     first, first_failed = row_block_cholesky_qr(rows, gather)
     factor, second_failed = triangular_factor(gather(first.mT @ first).sum(dim=0), MIN_SECOND_DIAGONAL)
@@ -142,10 +142,10 @@ def row_block_cholesky_qr2(rows: Tensor, gather: Gather) -> tuple[Tensor, Tensor
 
 
 def householder_qr(matrix: Tensor) -> Tensor:
-    """Q factor (..., n, r) of (..., n, r), r <= n, by Householder reflections, positive diagonal of R.
+    """Return the Q factor (..., n, r) of (..., n, r), r <= n, by Householder reflections, with positive diagonal of R.
 
-    Always orthonormal for finite input: directions that a rank-deficient matrix leaves open are completed. Slow on
-    GPUs, where the batch is worked off almost serially.
+    It is orthonormal for any finite input: directions that a rank-deficient matrix leaves open are completed. It is
+    slow on GPUs, which work off a batch almost serially.
     """
     basis, upper = torch.linalg.qr(matrix, mode="reduced")
     diagonal = upper.diagonal(dim1=-2, dim2=-1)
@@ -153,7 +153,7 @@ def householder_qr(matrix: Tensor) -> Tensor:
 
 
 def _short_gram(matrix: Tensor) -> Tensor:
-    """``A A^T`` (..., m, m) of (..., m, n) in double precision, for ``A`` scaled to a largest entry of one."""
+    """Return ``A A^T`` (..., m, m) of (..., m, n) in double precision, with ``A`` scaled to a largest entry of one."""
     peak = torch.linalg.vector_norm(matrix, ord=float("inf"), dim=(-2, -1), keepdim=True).double()
     peak = torch.where(peak > 0, peak, 1.0)
     m = matrix.shape[-2]
@@ -165,12 +165,12 @@ def _short_gram(matrix: Tensor) -> Tensor:
 
 
 def initial_basis(matrix: Tensor, rank: int) -> Tensor:
-    """First ``rank`` left singular vectors, in descending order of the singular values.
+    """Return the first ``rank`` left singular vectors, in descending order of the singular values.
 
-    Batched symmetric eigendecomposition of the m x m Gram matrix in double precision: a Gram matrix in single
-    precision could not resolve singular values below about 3e-4 of the largest. No random numbers. The result is
-    orthonormal for zero and rank-deficient input too. A matrix that is not finite gets some orthonormal basis, because
-    the eigensolver would otherwise raise for the whole batch. Synchronises with the host: meant for the first step.
+    They come from a symmetric eigendecomposition of the m x m Gram matrices in double precision: in single precision
+    these could not resolve singular values below about 3e-4 of the largest. No random numbers are used. The result is
+    orthonormal for zero and rank-deficient input, too. A matrix that is not finite gets some orthonormal basis, because
+    the eigensolver would raise for the whole batch. It synchronises with the host, and is meant for the first step.
 
     Args:
         matrix: (..., m, n), float32 or float64.
@@ -180,7 +180,7 @@ def initial_basis(matrix: Tensor, rank: int) -> Tensor:
         Orthonormal columns (..., m, rank) in the dtype of ``matrix``; each sign is arbitrary.
 
     Raises:
-        ValueError: If ``rank`` is outside 1..m.
+        ValueError: ``rank`` is outside 1..m.
     """
     m = matrix.shape[-2]
     if not 1 <= rank <= m:

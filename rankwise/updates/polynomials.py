@@ -1,8 +1,8 @@
-r"""Odd quintics for Newton-Schulz by name: one repeated, or one for each step.
+r"""Newton-Schulz iterations take odd quintics by name: one that is repeated, or one for each step.
 
 With a polynomial for each step, each is the best one for the interval that the steps before it leave: among all odd
-quintics, the one whose largest distance from 1 on that interval is least. It takes :math:`[l, u]` to
-:math:`[1 - e, 1 + e]`, the next one's interval, and the composition of such polynomials is the best composition.
+quintics, its largest distance from 1 on that interval is least. It takes :math:`[l, u]` to :math:`[1 - e, 1 + e]`, the
+interval of the next one, and the composition of such polynomials is the best composition.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ Quintic = tuple[float, float, float]
 """``(a, b, c)`` of ``a x + b x^3 + c x^5``."""
 
 LOWER_BOUND = 1e-3
-"""The smallest singular value, over the Frobenius norm, for which the polynomials of a step are made."""
+"""The polynomials of steps are made for singular values from this share of the Frobenius norm on."""
 SAFETY = 1.01
-"""How far above its interval a value may lie, by rounding, before a polynomial sends it away from 1."""
+"""By this factor rounding may lift a value above its interval before a polynomial sends it away from 1."""
 
 
 class CoefficientSet(NamedTuple):
     """Quintics that go by one name.
 
     Attributes:
-        table: That of each step; a single one serves all of them.
-        fewest: Steps; fewer leave values of 0.03 and less, or of 1.97.
+        table: Polynomial of each step; a single one serves all steps.
+        fewest: Least number of steps; fewer leave values of 0.03 and less, or of 1.97.
     """
 
     table: tuple[Quintic, ...]
@@ -34,12 +34,12 @@ class CoefficientSet(NamedTuple):
 
     @property
     def most(self) -> int | None:
-        """Steps: all of a table. Its last one brings what lies in the interval to 1; more would lift rounding."""
+        """Most steps: the length of a table, whose last polynomial leads to 1; further steps would lift rounding."""
         return len(self.table) if len(self.table) > 1 else None
 
 
 def _safe(*best: Quintic) -> tuple[Quintic, ...]:
-    """Polynomials that bear values a little above their interval; the last, the limit, is given values about 1."""
+    """Return polynomials that bear values a little above their interval, and last their limit for values about 1."""
     shrunk = ((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in best)
     return (*shrunk, (1.875, -1.25, 0.375))
 
@@ -70,36 +70,37 @@ COEFFICIENT_SETS = MappingProxyType(
         "cans": CoefficientSet(_CANS, fewest=3),
     }
 )
-"""By name.
+"""Sets of polynomials by name.
 
-``"published"``: that of Muon, MARS-Shampoo and MARS-M, chosen for the slope at zero and not for convergence to 1.
+``"published"`` has the polynomial of Muon, MARS-Shampoo and MARS-M, which was chosen for its slope at zero and not for
+convergence to 1.
 
-``"polar_express"``: Polar Express (Amsel et al., arXiv 2505.16932, Algorithm 1) for :data:`LOWER_BOUND`: the best ones,
-of intervals of which what lies below 0.024 of the upper end is left out, and that are centred about 1 again.
+``"polar_express"`` has those of Polar Express (Amsel et al., arXiv 2505.16932, Algorithm 1) for :data:`LOWER_BOUND`:
+each is the best one for its interval without what lies below 0.024 of the upper end, and is centred about 1 again.
 
-``"cans"``: Chebyshev-accelerated Newton-Schulz (Grishina et al., arXiv 2506.10935), by Remez' algorithm for
-:data:`LOWER_BOUND`, with nothing left out.
+``"cans"`` has those of Chebyshev-accelerated Newton-Schulz (Grishina et al., arXiv 2506.10935), by Remez' algorithm for
+:data:`LOWER_BOUND`, each for its whole interval.
 
-Both have :data:`SAFETY` in all but the last one, as in the code of the former; without it the latter leaves the
-intervals, and then every bound, in bfloat16.
+The last two have :data:`SAFETY` in all but the last polynomial, as in Polar Express's code; without it "cans" leaves
+the intervals, and then every bound, in bfloat16.
 """
 
 
 def quintics(name: str, steps: int) -> tuple[Quintic, ...]:
-    """The polynomials of all steps.
+    """Return the polynomial of every step.
 
     Args:
         name: One of :data:`COEFFICIENT_SETS`.
-        steps: How many.
+        steps: Number of steps.
 
     Raises:
         ValueError: There is no such set, or it is not made for so many steps.
     """
-    known = COEFFICIENT_SETS.get(name)
-    if known is None:
+    polynomials = COEFFICIENT_SETS.get(name)
+    if polynomials is None:
         raise ValueError(f"coefficients must be one of {', '.join(COEFFICIENT_SETS)}, got {name!r}")
-    if known.most is None:
-        return known.table * steps
-    if not known.fewest <= steps <= known.most:
-        raise ValueError(f"{name!r} has polynomials for {known.fewest} to {known.most} steps, got {steps}")
-    return known.table[:steps]
+    if polynomials.most is None:
+        return polynomials.table * steps
+    if not polynomials.fewest <= steps <= polynomials.most:
+        raise ValueError(f"{name!r} has polynomials for {polynomials.fewest} to {polynomials.most} steps, got {steps}")
+    return polynomials.table[:steps]

@@ -16,13 +16,13 @@ def sgd_direction(
     nesterov: bool = False,
     weight_decay: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    r"""Direction to be multiplied by the learning rate and subtracted from the weights.
+    r"""Return the direction that a step multiplies by the learning rate and subtracts from the weights.
 
     .. math::
         d = g + \lambda w, \quad b' = \mu b + (1-\tau) d \;(b' = d \text{ on the first step}), \quad
         r = d + \mu b' \text{ (Nesterov) or } b'
 
-    Element-wise: any shape, any shard of a tensor.
+    The function is element-wise: it takes any shape, and any shard of a tensor.
 
     Args:
         grad: gradient ``g``.
@@ -30,14 +30,14 @@ def sgd_direction(
         param: weights ``w``, shape of ``grad``.
         momentum: :math:`\mu`, not negative; 0 switches the buffer off.
         dampening: :math:`\tau`.
-        nesterov: look ahead along the momentum.
+        nesterov: whether to look ahead along the momentum.
         weight_decay: :math:`\lambda`, added to the gradient.
 
     Returns:
         The new buffer ``b'`` and the direction ``r``; without momentum they are equal in value.
 
     Raises:
-        ValueError: if ``momentum`` is negative, or ``nesterov`` comes without momentum or with dampening.
+        ValueError: ``momentum`` is negative, or ``nesterov`` comes without momentum or with dampening.
     """
     if momentum < 0.0:
         raise ValueError(f"momentum={momentum} must be at least 0; use 0.9, or 0.0 for none")

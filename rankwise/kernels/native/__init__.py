@@ -1,6 +1,6 @@
-"""What is compiled for CPUs, when it is first used: element-wise passes, Newton-Schulz with matrix tiles, products.
+"""C++ kernels for CPUs, compiled when first used: element-wise passes, codes, Newton-Schulz with matrix tiles.
 
-Papers' rooms build sources of their own with the same means (:mod:`.building`).
+Papers' rooms have sources of their own, which :mod:`.building` compiles, too.
 """
 
 from rankwise.kernels.native.compiled_passes import is_available, run, squared_norms

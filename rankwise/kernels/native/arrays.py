@@ -1,4 +1,4 @@
-"""Tensors as C sees them, and the one place where their addresses are taken: those of another device lead nowhere."""
+"""This module makes C arrays of tensors' addresses and of numbers, and refuses tensors that are not on the CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SUFFIXES = {torch.float32: "float32", torch.float64: "float64"}
 
 
 def are_runs(*lists: Sequence[Tensor]) -> bool:
-    """Whether all tensors are contiguous and of one type that there are functions for, position by position as long."""
+    """Whether all tensors are contiguous, of one type in :data:`SUFFIXES`, and of one length at each position."""
     first = lists[0]
     dtype = first[0].dtype
     lengths = [tensor.numel() for tensor in first]
@@ -27,10 +27,10 @@ def are_runs(*lists: Sequence[Tensor]) -> bool:
 
 
 def addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    """Where each tensor begins.
+    """Return the address of each tensor.
 
     Raises:
-        ValueError: One is not in the host's memory.
+        ValueError: A tensor is not in the host's memory.
     """
     if not all(tensor.is_cpu for tensor in tensors):
         _refuse(next(tensor for tensor in tensors if not tensor.is_cpu))
@@ -38,10 +38,10 @@ def addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
 
 
 def address(tensor: Tensor) -> int:
-    """Where a tensor begins.
+    """Return the address of a tensor.
 
     Raises:
-        ValueError: As for :func:`addresses`.
+        ValueError: The tensor is not in the host's memory.
     """
     if not tensor.is_cpu:
         _refuse(tensor)
@@ -56,10 +56,10 @@ def _refuse(tensor: Tensor) -> None:
 
 
 def integers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
-    """As ``int64_t[]``."""
+    """Return the values as ``int64_t[]``."""
     return (ctypes.c_int64 * len(values))(*values)
 
 
 def doubles(values: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
-    """As ``double[]``."""
+    """Return the values as ``double[]``."""
     return (ctypes.c_double * len(values))(*values)

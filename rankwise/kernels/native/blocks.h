@@ -1,7 +1,7 @@
-// Matrices of bfloat16 as blocks of 32 x 32, and their products with the processor's tiles (AMX).
+// Matrices of bfloat16 are cut into blocks of 32 x 32, which the processor's tiles (AMX) multiply.
 //
-// A block is 32 rows of 32 numbers: two tiles of 16 rows of 64 bytes, the left operand of a tile product as it stands. The
-// right operand has its rows in pairs: tile t, row p, column c holds the rows 2 p and 2 p + 1 of column 16 t + c.
+// A block is 32 rows of 32 numbers: two tiles of 16 rows of 64 bytes, each a left operand of a tile product. A right
+// operand has its rows in pairs: tile t, row p, column c holds the rows 2 p and 2 p + 1 of column 16 t + c.
 #pragma once
 
 #include <immintrin.h>
@@ -13,7 +13,7 @@
 #include <new>
 
 constexpr int64_t kSide = 32, kBlock = kSide * kSide, kTile = kBlock / 2;
-constexpr int64_t kPackedBytes = 1 << 20;  // of right operands: half of the second-level cache
+constexpr int64_t kPackedBytes = 1 << 20;  // right operands fill half of the second-level cache
 
 typedef uint16_t Half;
 
@@ -26,7 +26,7 @@ typedef std::unique_ptr<Half[], Free> Halves;
 
 inline Halves halves(int64_t count) { return Halves(new (std::align_val_t(64)) Half[count]); }
 
-// The blocks of a matrix, row after row of them.
+// A matrix as blocks, one row of blocks after another.
 struct Blocks {
   Half* memory;
   int64_t rows, columns;
@@ -34,7 +34,7 @@ struct Blocks {
   Half* at(int64_t row, int64_t column) const { return memory + (row * columns + column) * kBlock; }
 };
 
-// The tiles of a thread as products need them. Between calls of functions they belong to nobody.
+// Configures a thread's tiles for products, and releases them again: no function may expect another's configuration.
 class Tiles {
  public:
   Tiles() {
@@ -56,7 +56,7 @@ inline void multiply(const Half* left, const Half* right, int64_t depth, float* 
   _tile_zero(2);
   _tile_zero(3);
   for (const Half* end = left + depth * kBlock; left != end; left += kBlock, right += kBlock) {
-    // Loads before products: in turns they would wait for each other.
+    // All loads come before the products, which would wait for them otherwise.
     _tile_loadd(4, left, 64);
     _tile_loadd(6, right, 64);
     _tile_loadd(7, right + kTile, 64);
@@ -72,7 +72,7 @@ inline void multiply(const Half* left, const Half* right, int64_t depth, float* 
   _tile_stored(3, sums + 16 * kSide + 16, 128);
 }
 
-// 16 x 16 numbers of four bytes, rows for columns.
+// Transposes 16 x 16 numbers of four bytes.
 inline void transpose16(__m512i* rows) {
   __m512i turned[16];
   for (int row = 0; row < 16; row += 2) {
@@ -95,7 +95,7 @@ inline void transpose16(__m512i* rows) {
   }
 }
 
-// The transpose of a block as a right operand; and, this being its own inverse, the way back.
+// Makes a right operand of a block's transpose, or a block of a right operand: the function is its own inverse.
 inline void turn(const Half* from, Half* to) {
   for (int tile = 0; tile < 2; ++tile) {
     __m512i rows[16];
@@ -105,13 +105,13 @@ inline void turn(const Half* from, Half* to) {
   }
 }
 
-// Which of the 16 numbers from `start` on there are in a line of `length`.
+// Returns a mask of those of the 16 numbers from `start` on that a line of `length` has.
 inline __mmask16 inside(int64_t start, int64_t length) {
   const int64_t left = length - start;
   return left >= 16 ? 0xffff : left <= 0 ? 0 : (1 << left) - 1;
 }
 
-// 32 x 32 numbers as a right operand; of a matrix of `rows` x `columns` from there on, with zeros beyond its edge.
+// Makes a right operand of 32 x 32 numbers of a matrix that has `rows` x `columns` from there on; zeros lie beyond.
 inline void pair_rows(const Half* from, int64_t stride, int64_t rows, int64_t columns, Half* to) {
   for (int pair = 0; pair < 16; ++pair)
     for (int tile = 0; tile < 2; ++tile) {
@@ -124,7 +124,7 @@ inline void pair_rows(const Half* from, int64_t stride, int64_t rows, int64_t co
     }
 }
 
-// A block as a right operand.
+// Makes a right operand of a block.
 inline void pair_rows(const Half* from, Half* to) { pair_rows(from, kSide, kSide, kSide, to); }
 
 inline void transpose_block(const Half* from, Half* to) {
@@ -133,7 +133,7 @@ inline void transpose_block(const Half* from, Half* to) {
   turn(paired, to);
 }
 
-// Half a row of a block, as floats; and two halves rounded to a row.
+// These widen half a row of a block to floats, and round two halves to a row.
 inline __m512 widen(const Half* from) {
   const __m512i wide = _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(from)));
   return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
@@ -142,15 +142,15 @@ inline void round_to(Half* to, __m512 first, __m512 second) {
   _mm512_store_si512(to, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first)));
 }
 
-// 32 x 32 floats rounded to a block.
+// Rounds 32 x 32 floats to a block.
 inline void round_block(const float* values, Half* to) {
   for (int64_t line = 0; line < kBlock; line += kSide)
     round_to(to + line, _mm512_load_ps(values + line), _mm512_load_ps(values + line + 16));
 }
 
-// Blocks of left times right, where right is packed by `pack(block row, block column, to)` into operands of tile
-// products, a group of columns at a time that fits the cache. `finish(row, column, sums)` takes each block of the
-// result. With `lower` only the blocks on and below the diagonal are made.
+// Multiplies left by right. `pack(block row, block column, to)` packs blocks of right into operands of tile products, a
+// group of columns at a time that fits the cache. `finish(row, column, sums)` takes each block of the result. With
+// `lower` only the blocks on and below the diagonal are made.
 template <class Pack, class Finish>
 void product(const Blocks& left, int64_t columns, bool lower, int threads, const Pack& pack, const Finish& finish) {
   const int64_t depth = left.columns, fitting = kPackedBytes / (depth * kBlock * int64_t(sizeof(Half)));

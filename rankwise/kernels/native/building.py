@@ -1,9 +1,9 @@
-"""Compiles C++ sources of the rooms, once per machine, and loads them.
+"""This module compiles C++ sources of the rooms, once per machine, and loads them.
 
 They need a C++ compiler with OpenMP (GCC 12, Clang 15 or later) but no headers of torch or Python. The libraries are
-kept in ``$XDG_CACHE_HOME/rankwise`` (``~/.cache/rankwise``) under a name made from sources, compiler, flags and
-processor, so that a home directory may be shared by machines of different kinds. They use every instruction of the
-processor unless :data:`INSTRUCTIONS` names a smaller set.
+kept in ``$XDG_CACHE_HOME/rankwise`` (``~/.cache/rankwise``). Their names depend on sources, compiler, flags and
+processor, so that machines of different kinds may share a home directory. They use every instruction of the processor
+unless :data:`INSTRUCTIONS` names a smaller set.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ SWITCH = "RANKWISE_NATIVE"
 """Environment variable: "0" never uses the native forms, "1" raises where they cannot be built."""
 
 INSTRUCTIONS = "RANKWISE_ISA"
-"""Environment variable: instructions the native forms may use: "native" (the processor's own), "avx2", or "default"
-(what every x86-64 processor has)."""
+"""Environment variable: which instructions the native forms may use, "native" (all of the processor), "avx2", or
+"default" (those of every x86-64 processor)."""
 
 _FOLDER = Path(__file__).parent
 """Folder of the headers that all sources may include."""
 _COMMON = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 _INSTRUCTIONS = {
-    # Compilers use half of the registers' width unless told otherwise.
+    # By default compilers use half of the registers' width.
     "x86_64": {
         "native": ("-march=native", "-mprefer-vector-width=512"),
         "avx2": ("-march=x86-64-v3",),
@@ -49,18 +49,18 @@ _TIMEOUT = 300
 
 @cache
 def library(source: Path, flags: tuple[str, ...] = ()) -> ctypes.CDLL | None:
-    """A compiled source.
+    """Compile a source, or find it compiled, and load it.
 
     Args:
-        source: It; headers beside it and the shared ones may be included.
-        flags: Flags of the compiler, beside those that all have.
+        source: File that may include headers beside it and the shared ones.
+        flags: Flags of the compiler, beside those that all sources have.
 
     Returns:
-        The library; None where native forms are switched off, or there is no compiler that takes the source.
+        The library; None where native forms are switched off, or no compiler takes the source.
 
     Raises:
-        RuntimeError: There is none, and :data:`SWITCH` demands one.
-        ValueError: :data:`INSTRUCTIONS` is none of the known values.
+        RuntimeError: There is no library, and :data:`SWITCH` demands one.
+        ValueError: :data:`INSTRUCTIONS` has no meaning on this processor.
     """
     wish = os.environ.get(SWITCH, "")
     if wish == "0":
@@ -89,7 +89,7 @@ def _built(source: Path, flags: tuple[str, ...]) -> Path:
     target = _cache_folder() / f"{source.stem}-{_fingerprint(source, command)}.so"
     if not _is_sound(target):
         with open(target.with_suffix(".lock"), "w") as lock:
-            # Released by the system if its holder dies; the others of the machine's ranks wait for the first.
+            # One rank of a machine compiles and the others wait. The system releases the lock if its holder dies.
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not _is_sound(target):
                 _compile(command, source, target)
@@ -97,16 +97,16 @@ def _built(source: Path, flags: tuple[str, ...]) -> Path:
 
 
 def _instruction_flags() -> tuple[str, ...]:
-    known = _INSTRUCTIONS.get(platform.machine(), _INSTRUCTIONS_ELSEWHERE)
+    flags_of = _INSTRUCTIONS.get(platform.machine(), _INSTRUCTIONS_ELSEWHERE)
     wish = os.environ.get(INSTRUCTIONS) or "native"
-    if wish not in known:
-        choices = " or ".join(f"'{name}'" for name in known)
+    if wish not in flags_of:
+        choices = " or ".join(f"'{name}'" for name in flags_of)
         raise ValueError(f"{INSTRUCTIONS}='{wish}' is invalid: on {platform.machine()} it must be {choices}")
-    return known[wish]
+    return flags_of[wish]
 
 
 def _compile(command: list[str], source: Path, target: Path) -> None:
-    # Renamed when complete: a process that was killed leaves nothing that another would load.
+    # The file is renamed when complete, so that a process that is killed leaves nothing that another would load.
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         unfinished = Path(folder) / target.name
         whole = [*command, f"-I{_FOLDER}", str(source), "-o", str(unfinished)]
@@ -118,7 +118,7 @@ def _compile(command: list[str], source: Path, target: Path) -> None:
 
 
 def _is_sound(target: Path) -> bool:
-    """Whether a library is as it was compiled; loading one that was cut short may end the process."""
+    """Whether a library is as it was compiled: loading one that was cut short may end the process."""
     checksum = _checksum_of(target)
     return target.exists() and checksum.exists() and checksum.read_bytes() == _checksum(target)
 
@@ -133,10 +133,10 @@ def _checksum(path: Path) -> bytes:
 
 def _compiler() -> str:
     candidates = [os.environ.get("CXX"), "c++", "g++", "clang++"]
-    found = next((path for name in candidates if name and (path := shutil.which(name))), None)
-    if found is None:
+    compiler = next((path for name in candidates if name and (path := shutil.which(name))), None)
+    if compiler is None:
         raise RuntimeError("no C++ compiler was found; set CXX to one")
-    return found
+    return compiler
 
 
 def _cache_folder() -> Path:
@@ -160,8 +160,8 @@ def _fingerprint(source: Path, command: list[str]) -> str:
 
 
 def _processor() -> str:
-    """What ``-march=native`` looks at."""
+    """Return the properties of the processor that ``-march=native`` depends on."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    known = {line for line in lines if line.partition("\t")[0].strip() in ("flags", "Features", "model name")}
-    return "\n".join([platform.machine(), *sorted(known)])
+    features = {line for line in lines if line.partition("\t")[0].strip() in ("flags", "Features", "model name")}
+    return "\n".join([platform.machine(), *sorted(features)])

@@ -1,8 +1,8 @@
-"""Element-wise updates for CPUs in C++: every pass one way through memory, many runs per call.
+"""Element-wise updates for CPUs run in C++: a pass goes through memory once, and one call takes many runs.
 
-The results are those of :mod:`rankwise.kernels.lists` but for the last bits. Narrow states are opened and kept again
-tile by tile, so that what goes through memory are their codes. What C++ has no form for (mixed types, tensors with
-gaps) goes to :mod:`rankwise.kernels.lists`; AdamW alone, to the kernel that torch has for it.
+The results are those of :mod:`rankwise.kernels.lists` but for the last bits. Narrow states are opened and encoded again
+tile by tile, so that only their codes go through memory. C++ has no form for mixed types, tensors with gaps and steps
+counted on a device; :mod:`rankwise.kernels.lists` takes them.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ __all__ = ["is_available", "run", "squared_norms"]
 
 _SOURCE = Path(__file__).with_name("elementwise.cpp")
 _TILE = 8192
-"""Elements of a tile: what a thread takes at a time, and what norms are added up over; the source knows the most."""
+"""Elements that a thread takes at a time, and over which norms are added up; the source has an upper bound."""
 _OPENED = 16 * BLOCK
-"""Elements of a tile whose narrow states are opened, no more than the source has room for."""
+"""Elements of a tile with narrow states; the source has room to open no more."""
 
 _RULES: dict[Rule, int] = {"momentum": 0, "lion": 1, "adamw": 2, "step": 3, "nesterov": 4}
 
 
 class _FieldInC(ctypes.Structure):
-    """As in the source."""
+    """``Field`` of the source."""
 
     _fields_ = [("runs", ctypes.c_void_p), ("narrow", ctypes.c_void_p)]
 
 
 class _PassInC(ctypes.Structure):
-    """As in the source."""
+    """``Pass`` of the source."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("rule", "advance", "cautious", "runs", "tile", "threads")),
@@ -54,13 +54,13 @@ class _PassInC(ctypes.Structure):
 
 
 def is_available() -> bool:
-    """Whether the library is there or can be built, which the first call tries."""
+    """Whether there is a library, which the first call tries to build."""
     return library(_SOURCE, EXACT) is not None
 
 
 def run(update: Pass) -> None:
-    """Do a pass, in place; arguments as for :func:`rankwise.kernels.lists.run`."""
-    # Torch has a kernel of its own for AdamW alone, whose bits depend on where runs are cut.
+    """Do a pass, in place."""
+    # AdamW does not take torch's own kernel, whose bits depend on where runs are cut.
     scalars = update.scalars
     types = None if isinstance(scalars.step, Tensor) or not update.grads else _types(update.fields)
     if types is None and update.is_narrow:
@@ -89,7 +89,7 @@ def run(update: Pass) -> None:
 
 
 def squared_norms(tensors: Tensors, references: Field | None = None, k: float = 0.0) -> Tensor:
-    """As :func:`rankwise.kernels.lists.squared_norms`, summed in a fixed order."""
+    """Compute what :func:`rankwise.kernels.lists.squared_norms` does, summed in a fixed order."""
     fields = {"grad": tensors, **({} if references is None else {"reference": references})}
     types = _types(fields) if tensors else None
     if types is None:
@@ -103,7 +103,7 @@ def squared_norms(tensors: Tensors, references: Field | None = None, k: float = 
 
 
 def _types(fields: Mapping[str, Field]) -> str | None:
-    """What the functions for these lists end with, or None where there are none."""
+    """Return what the names of the functions for these lists end with, or None where there are no functions."""
     wide = [field for field in fields.values() if not isinstance(field, LowPrecisionRuns)]
     if not are_runs(*wide):
         return None
@@ -115,26 +115,26 @@ def _types(fields: Mapping[str, Field]) -> str | None:
 
 
 def _begin_with_blocks(runs: LowPrecisionRuns) -> bool:
-    """Whether tiles do not cut blocks either, where there are any."""
+    """Whether runs begin with blocks, so that tiles do not cut them; runs in bfloat16 have no blocks."""
     return not is_coded(runs.dtype) or not any(first % BLOCK for first in runs.firsts)
 
 
 def _call(
     name: str, fields: Mapping[str, Field], factors: Tensor | None, numbers: Mapping[str, float], *more: object
 ) -> None:
-    own, first = library(_SOURCE, EXACT), fields["grad"]
-    assert own is not None and not isinstance(first, LowPrecisionRuns)
-    # Kept until the call returns: C sees addresses only.
+    compiled, first = library(_SOURCE, EXACT), fields["grad"]
+    assert compiled is not None and not isinstance(first, LowPrecisionRuns)
+    # These arrays must live until the call returns, because C sees addresses only.
     arrays: dict[str, ctypes.Array[Any]] = {
         field: addresses(tensors) for field, tensors in fields.items() if not isinstance(tensors, LowPrecisionRuns)
     }
-    found = {field: _FieldInC(runs=ctypes.addressof(values)) for field, values in arrays.items()}
+    fields_in_c = {field: _FieldInC(runs=ctypes.addressof(values)) for field, values in arrays.items()}
     narrow = {field: in_c(runs) for field, runs in fields.items() if isinstance(runs, LowPrecisionRuns)}
-    found |= {field: _FieldInC(narrow=ctypes.addressof(runs)) for field, runs in narrow.items()}
+    fields_in_c |= {field: _FieldInC(narrow=ctypes.addressof(runs)) for field, runs in narrow.items()}
     lengths = integers([tensor.numel() for tensor in first])
-    known = None if factors is None else doubles(factors.tolist())
-    described = _PassInC(runs=len(first), threads=torch.get_num_threads(), **found, **numbers)
+    factors_in_c = None if factors is None else doubles(factors.tolist())
+    described = _PassInC(runs=len(first), threads=torch.get_num_threads(), **fields_in_c, **numbers)
     described.length = ctypes.addressof(lengths)
-    if known is not None:
-        described.factor = ctypes.addressof(known)
-    getattr(own, name)(ctypes.byref(described), *more)
+    if factors_in_c is not None:
+        described.factor = ctypes.addressof(factors_in_c)
+    getattr(compiled, name)(ctypes.byref(described), *more)

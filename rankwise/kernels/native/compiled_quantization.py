@@ -1,4 +1,4 @@
-""":mod:`rankwise.kernels.quantization` in C++, many runs per call, with the same bits."""
+"""These functions do what :mod:`rankwise.kernels.quantization` does, to the bit, in C++ with many runs per call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TILE = 256 * BLOCK
 
 
 class _RunsInC(ctypes.Structure):
-    """As in the source."""
+    """``Runs`` of the source."""
 
     _fields_ = [
         ("kept", LowPrecisionInC),
@@ -33,7 +33,7 @@ class _RunsInC(ctypes.Structure):
 
 
 def decode_(values: Sequence[Tensor], kept: LowPrecisionRuns) -> None:
-    """As :func:`rankwise.kernels.quantization.decode_`."""
+    """Overwrite values with what codes stand for."""
     if _takes(values, kept):
         _call("decode_runs", kept, addresses(values))
     else:
@@ -41,7 +41,7 @@ def decode_(values: Sequence[Tensor], kept: LowPrecisionRuns) -> None:
 
 
 def add_decoded(values: Sequence[Tensor], kept: LowPrecisionRuns, sums: Sequence[Tensor]) -> None:
-    """As :func:`rankwise.kernels.quantization.add_decoded`."""
+    """Add what codes stand for to other values."""
     if _takes(values, kept, sums):
         _call("add_decoded_runs", kept, addresses(values), addresses(sums))
     else:
@@ -49,16 +49,16 @@ def add_decoded(values: Sequence[Tensor], kept: LowPrecisionRuns, sums: Sequence
 
 
 def exponents_of(values: Sequence[Tensor], kept: LowPrecisionRuns) -> Tensor:
-    """As :func:`rankwise.kernels.quantization.exponents_of`."""
+    """Return the exponents that runs of codes would have by these values alone."""
     if not _takes(values, kept) or not is_coded(kept.dtype):
         return quantization.exponents_of(values, kept)
-    found = torch.empty(sum(_blocks(kept)), dtype=torch.int8, device="cpu")
-    _call("exponents_of_runs", kept, addresses(values), ctypes.c_void_p(address(found)))
-    return found
+    exponents = torch.empty(sum(_blocks(kept)), dtype=torch.int8, device="cpu")
+    _call("exponents_of_runs", kept, addresses(values), ctypes.c_void_p(address(exponents)))
+    return exponents
 
 
 def encode_(values: Sequence[Tensor], kept: LowPrecisionRuns, exponents: Tensor | None = None) -> None:
-    """As :func:`rankwise.kernels.quantization.encode_`."""
+    """Overwrite codes and their exponents with what is kept of values."""
     given = None if exponents is None else exponents.to(torch.int8).contiguous()
     fit = given is None or given.shape == (sum(_blocks(kept)),)
     if fit and _takes(values, kept):
@@ -76,7 +76,7 @@ def _blocks(kept: LowPrecisionRuns) -> list[int]:
 
 
 def _call(name: str, kept: LowPrecisionRuns, *pointers: object) -> None:
-    # Kept until the call returns: C sees addresses only.
+    # These arrays must live until the call returns, because C sees addresses only.
     lengths = integers([codes.numel() for codes in kept.codes])
     bases = integers(list(accumulate(_blocks(kept), initial=0)))
     narrow = in_c(kept)

@@ -1,19 +1,19 @@
-// Element-wise updates of many runs, each of them one pass through memory.
+// Element-wise updates of many runs go through memory once.
 //
-// Compiled without contraction of products and sums: an element has the same bits wherever its run was cut.
+// The file is compiled without contraction of products and sums, so that no bit depends on where a run was cut.
 
 #include "narrow.h"
 
 namespace {
 
-// Elements that narrow states are opened for at a time: all of them stay in the first-level cache.
+// Narrow states of so many elements are opened at a time, and stay in the first-level cache.
 constexpr int64_t kOpened = 1024;
-// Those of a tile at most.
+// A tile has at most so many elements.
 constexpr int64_t kMeasured = 8192;
 
 enum Rule { kMomentum = 0, kLion = 1, kAdamW = 2, kStep = 3, kNesterov = 4 };
 
-// A field of a pass: tensors, codes that stand for them, or neither.
+// A field of a pass consists of tensors, of codes, or of neither where the rule has no such field.
 template <typename T>
 struct Field {
   T* const* runs;
@@ -21,7 +21,7 @@ struct Field {
   explicit operator bool() const { return runs || narrow; }
 };
 
-// What the Python side describes; addresses of what there is not are null.
+// A pass as Python describes it; addresses of what the rule lacks are null.
 template <typename T>
 struct Pass {
   int64_t rule, advance, cautious, runs, tile, threads;
@@ -31,7 +31,7 @@ struct Pass {
   double k, lr, beta1, beta2, eps, weight_decay, root, scale, nesterov;
 };
 
-// A part of a field as it lies there, or opened in `space`.
+// Returns the address of a tile of a field, which is decoded to `space` if the field is narrow.
 template <typename T>
 inline T* opened(const Field<T>& field, const Tile& tile, T* space) {
   if constexpr (std::is_same_v<T, float>) {
@@ -43,14 +43,14 @@ inline T* opened(const Field<T>& field, const Tile& tile, T* space) {
   return field.runs ? field.runs[tile.run] + tile.start : nullptr;
 }
 
-// What a pass has made of an opened part.
+// Encodes the new values of a tile if the field is narrow.
 template <typename T>
 inline void keep(const Field<T>& field, const Tile& tile, const T* values) {
   if constexpr (std::is_same_v<T, float>)
     if (field.narrow) keep_codes(*field.narrow, tile.run, tile.start, tile.end - tile.start, values);
 }
 
-// The gradient of an element, or where there is a reference h: g + k (g - h).
+// Returns the gradient g of an element, or g + k (g - h) where there is a reference h.
 template <typename T, bool kCompared>
 inline T gradient(const T* __restrict__ grad, const T* __restrict__ reference, T k, int64_t i) {
   return kCompared ? grad[i] + k * (grad[i] - reference[i]) : grad[i];
@@ -67,14 +67,14 @@ double squared_norm(const T* grad, const T* reference, int64_t count, T k) {
   return sum;
 }
 
-// What decay leaves of a weight; cautious decay spares those that step away from zero.
+// Returns what decay leaves of a weight; cautious decay spares weights that step away from zero.
 template <typename T, bool kCautious>
 inline T kept(T weight, T direction, T keep) {
   const bool opposed = kCautious && ((direction < 0 && weight > 0) || (direction > 0 && weight < 0));
   return opposed ? weight : weight * keep;
 }
 
-// One tile; compilers take a promise that arrays are apart from parameters only.
+// Updates one tile. It is a function of its own because compilers heed __restrict__ only on parameters.
 template <typename T, int kRule, bool kCompared, bool kCautious>
 void update_tile(const T* __restrict__ grad, T* __restrict__ first, T* __restrict__ param, T* __restrict__ second,
                  const T* __restrict__ reference, int64_t count, double own, const Pass<T>& pass) {
@@ -89,7 +89,7 @@ void update_tile(const T* __restrict__ grad, T* __restrict__ first, T* __restric
     } else {
       const T value = found * factor, moment = first[i] + rest1 * (value - first[i]);
       first[i] = moment;
-      // Of a share of 0 the momentum itself, infinite or not.
+      // A share of 0 leaves the momentum as it is; 0 times an infinite difference would be NaN.
       const T ahead = share == 0 ? moment : moment + share * (value - moment);
       if (kRule == kNesterov) param[i] = ahead;
       if (kRule == kLion) {
@@ -116,7 +116,7 @@ void update(const Pass<T>& pass, const Tile& tile) {
   const int64_t count = tile.end - tile.start;
   const double factor = pass.factors ? pass.factors[tile.run] : 1.0;
   if constexpr (kRule == kNesterov) {
-    // Apart from the gradients, whose memory it may go to.
+    // The result may go to the memory of the gradients, and so is first written elsewhere.
     alignas(64) T space[kMeasured];
     update_tile<T, kRule, kCompared, kCautious>(grad, first, space, second, reference, count, factor, pass);
     std::copy(space, space + count, param);
@@ -126,7 +126,7 @@ void update(const Pass<T>& pass, const Tile& tile) {
   keep(pass.exp_avg, tile, first);
   keep(pass.exp_avg_sq, tile, second);
   if (!kCompared || !pass.advance) return;
-  // A copy, never the buffer itself: frameworks use it again for the next gradient.
+  // The reference is a copy, because frameworks use the buffer again for the next gradient.
   if (pass.reference.narrow) {
     keep(pass.reference, tile, grad);
   } else {

@@ -1,4 +1,4 @@
-"""Runs of codes as C sees them."""
+"""This module describes runs of codes to C."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KINDS = {BFLOAT16: 0, SIGNED: 1, ROOT: 2}
 
 
 class LowPrecisionInC(ctypes.Structure):
-    """As in ``narrow.h``."""
+    """``NarrowRuns`` of ``narrow.h``."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("kind", "is_random", "step")),
@@ -30,7 +30,7 @@ def takes(values: Sequence[Tensor], runs: LowPrecisionRuns) -> bool:
     """Whether C++ reads and writes these runs as float32 values.
 
     Raises:
-        ValueError: They do not fit together.
+        ValueError: Values and runs do not fit together.
     """
     runs.check(values)
     kept = [*runs.codes, *runs.exponents]
@@ -46,7 +46,7 @@ def takes(values: Sequence[Tensor], runs: LowPrecisionRuns) -> bool:
 
 
 def in_c(runs: LowPrecisionRuns) -> LowPrecisionInC:
-    """The description; what it points to lives as long as this object, not as a copy in another structure."""
+    """Describe runs to C; the arrays live as long as the result itself, not as its copy in another structure."""
     assert not isinstance(runs.step, Tensor)
     arrays: dict[str, Any] = {
         "codes": addresses(runs.codes),

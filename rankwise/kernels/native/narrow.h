@@ -1,4 +1,4 @@
-// Codes of element states in fewer than 32 bits: see rankwise/kernels/quantization.py, whose bits these functions have.
+// These functions encode and decode element states to the same bits as rankwise/kernels/quantization.py.
 #pragma once
 
 #include "tiles.h"
@@ -12,7 +12,7 @@ constexpr int kBroken = 127;
 
 enum Kind { kBfloat16 = 0, kSigned = 1, kRoot = 2 };
 
-// As NarrowRuns in rankwise/kernels/low_precision_runs.py; keys and the step count in 32 bits.
+// LowPrecisionRuns of rankwise/kernels/low_precision_runs.py; of keys and steps the lower 32 bits count.
 struct NarrowRuns {
   int64_t kind, is_random, step;
   void* const* codes;
@@ -34,7 +34,7 @@ struct Limits<kRoot> {
   static constexpr uint32_t kFull = 0x7c0000;
 };
 
-// The blocks of a part of a run, of which the first and the last may lie in it in part.
+// The blocks that a part of a run touches; it may begin and end within one.
 struct Blocks {
   int64_t place, count, first, before, number;
   Blocks(const int64_t* firsts, int64_t run, int64_t start, int64_t count)
@@ -67,25 +67,25 @@ inline uint32_t mixed(uint32_t word) {
   return word ^ (word >> 16);
 }
 
-// Of a block, all places of which have the same upper half.
+// The seed of a block's noise: all places of a block have the same upper 32 bits.
 inline uint32_t seed_of(const NarrowRuns& runs, int64_t run, int64_t place) {
   const uint32_t count = mixed(static_cast<uint32_t>(runs.step) ^ mixed(static_cast<uint32_t>(runs.keys[run])));
   return mixed(static_cast<uint32_t>(static_cast<uint64_t>(place) >> 32) ^ count);
 }
 
-// By value: of references compilers make no vectors.
+// Arguments are passed by value, because compilers make no vectors of references.
 template <typename T>
 inline T within(T value, T least, T most) {
   const T above = value < least ? least : value;
   return above > most ? most : above;
 }
 
-// Added to a number up to 2^22, this leaves its digits before the point: rounded to the nearest, halves to even. Whole
-// numbers are then the differences of the bits, and larger numbers have larger ones.
+// A number up to 2^22 that is added to this is rounded to a whole one, halves to even. The bits of the sum, as an
+// integer, are kZero plus that whole number.
 constexpr float kWhole = 12582912.0f;
 constexpr int32_t kZero = 0x4b400000;
 
-// To a whole number, which is added to kZero; `noise` are 16 bits behind the point.
+// Returns kZero plus the whole number that a value is rounded to; `noise` has 16 bits behind the point.
 template <bool kRandom>
 inline int32_t rounded(float value, uint32_t noise) {
   if (!kRandom) return static_cast<int32_t>(bits_of(value + kWhole));
@@ -93,7 +93,7 @@ inline int32_t rounded(float value, uint32_t noise) {
   return static_cast<int32_t>(bits_of(near)) - static_cast<int32_t>(near - kWhole > sum);
 }
 
-// Rounded to the nearest as torch does, or up by noise; what is not finite, or would not be, to the nearest.
+// Rounds to bfloat16: up by noise, or to the nearest as torch does where a value is not finite or would not stay so.
 template <bool kRandom>
 inline uint16_t narrowed(float value, uint32_t noise) {
   const uint32_t bits = bits_of(value), near = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, cut = bits + noise;
@@ -102,7 +102,7 @@ inline uint16_t narrowed(float value, uint32_t noise) {
   return static_cast<uint16_t>(kRandom && is_finite ? cut >> 16 : nearest);
 }
 
-// The least exponent that reaches the largest of some values, or of roots.
+// Returns the bits of the largest magnitude; infinities and NaNs lie above all numbers.
 inline uint32_t largest_of(const float* values, int64_t count) {
   int32_t largest = 0;
   for (int64_t i = 0; i < count; ++i)
@@ -136,7 +136,7 @@ inline __attribute__((always_inline)) void encode(const float* __restrict__ root
     } else if constexpr (kKind == kSigned) {
       codes[i] = static_cast<int8_t>(within(rounded<kRandom>(roots[i] * scale, noise), kZero - 127, kZero + 127));
     } else {
-      // Each has an exponent of its own: digits from 32 to 63, or below where that is 0.
+      // A code has an exponent of its own and digits from 32 to 63, or fewer where that exponent is 0.
       const float scaled = roots[i] * scale;
       const int32_t shift = within(static_cast<int32_t>(bits_of(scaled) >> 23) - 132, 0, 6);
       const int32_t digits = within(rounded<kRandom>(scaled * power(-shift), noise), kZero, kZero + 64);
@@ -163,7 +163,7 @@ inline __attribute__((always_inline)) void decode(const Code<kKind>* __restrict_
   }
 }
 
-// Blocks whose exponents are found together: what one waits for is done for the others.
+// So many blocks are encoded together: the processor works on some while it waits for others.
 constexpr int64_t kTogether = 16;
 
 template <int kKind>
@@ -175,7 +175,7 @@ inline void find_exponents(const Blocks& blocks, int64_t from, int64_t to, const
   }
 }
 
-// Compilers unroll what is a whole block.
+// Whole blocks have a call of their own, whose constant size lets compilers unroll it.
 template <int kKind, bool kRandom>
 void keep(const NarrowRuns& runs, int64_t run, int64_t start, int64_t count, const float* values, const int8_t* given) {
   const Blocks blocks(runs.firsts, run, start, count);
@@ -220,13 +220,13 @@ void open(const NarrowRuns& runs, int64_t run, int64_t start, int64_t count, flo
   }
 }
 
-// What the codes of a part of a run stand for.
+// Decodes a part of a run.
 inline void open_codes(const NarrowRuns& runs, int64_t run, int64_t start, int64_t count, float* values) {
   const auto apply = runs.kind == kRoot ? open<kRoot> : runs.kind == kSigned ? open<kSigned> : open<kBfloat16>;
   apply(runs, run, start, count, values);
 }
 
-// Codes of a part of a run, which holds whole blocks but for the run's own ends; `given` are exponents of the run's.
+// Encodes a part of a run, which holds whole blocks but at the ends of the run; `given` has the exponents of the run.
 inline void keep_codes(const NarrowRuns& runs, int64_t run, int64_t start, int64_t count, const float* values,
                        const int8_t* given = nullptr) {
   const bool random = runs.is_random;
@@ -237,7 +237,7 @@ inline void keep_codes(const NarrowRuns& runs, int64_t run, int64_t start, int64
   apply(runs, run, start, count, values, given);
 }
 
-// Tiles that begin with blocks, but for the run's own beginning.
+// Cuts runs into tiles that begin with blocks, but at the beginning of a run.
 inline std::vector<Tile> tiles_of_blocks(int64_t count, const int64_t* lengths, const int64_t* firsts, int64_t size) {
   std::vector<int64_t> reach(count);
   for (int64_t run = 0; run < count; ++run) reach[run] = lengths[run] ? lengths[run] + firsts[run] % kBlock : 0;

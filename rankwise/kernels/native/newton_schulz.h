@@ -1,9 +1,9 @@
-// Newton-Schulz iterations with products in bfloat16 and sums in float32. Both symmetric products are made by half.
+// Newton-Schulz iterations have products in bfloat16 and sums in float32, and compute half of both symmetric products.
 #pragma once
 
 #include "blocks.h"
 
-// Of one step.
+// The coefficients of one step's polynomial.
 struct Rates {
   float linear, cubic, quintic;
 };
@@ -12,9 +12,9 @@ struct Rates {
 struct Orthogonal {
   int64_t rows, columns;
   const float* from;
-  double divisor;  // of the matrix, before the first step
+  double divisor;  // what the matrix is divided by before the first step
   float* to;
-  int64_t moves;   // 0: `to` is the result; 1: it loses lr * factor times that
+  int64_t moves;   // 0: `to` becomes the orthogonal factor; 1: `to` loses lr * factor times it
   double factor, lr;
 };
 
@@ -26,7 +26,7 @@ class NewtonSchulz {
         x_{memory, short_, long_}, gram_{x_.at(short_, 0), short_, short_},
         polynomial_{gram_.at(short_, 0), short_, short_} {}
 
-  // Numbers in the memory that a matrix takes.
+  // How many numbers the memory of a matrix must hold.
   static int64_t needs(const Orthogonal& own) {
     const int64_t rows = blocks_of(own.rows), columns = blocks_of(own.columns);
     return (rows * columns + 2 * std::min(rows, columns) * std::min(rows, columns)) * kBlock;
@@ -66,7 +66,7 @@ class NewtonSchulz {
         });
   }
 
-  // x = a x + polynomial x, in place: a column of blocks is packed before its first block changes.
+  // x = a x + polynomial x. It may be in place because a column of blocks is packed before its first block changes.
   void advance(float linear) {
     const __m512 own = _mm512_set1_ps(linear), one = _mm512_set1_ps(1.0f);
     product(
@@ -87,7 +87,7 @@ class NewtonSchulz {
     }
   }
 
-  // The blocks of the matrix as it lies in memory, zeros beyond its edge.
+  // Reads the matrix as blocks, with zeros beyond its edge.
   void read() {
     const __m512 divisors = _mm512_set1_ps(float(own_.divisor));
     over_blocks([&](int64_t row, int64_t column, Half* block) {

@@ -1,4 +1,4 @@
-// MKOR: a gradient between its factor inverses, with products in bfloat16 and sums in float32.
+// MKOR multiplies a gradient by its factor inverses from both sides, with products in bfloat16 and sums in float32.
 #pragma once
 
 #include "blocks.h"
@@ -7,7 +7,7 @@
 #include <numeric>
 #include <vector>
 
-// The gradient of a weight and of what rides along with it, as the last column of the matrix or as its last row.
+// The gradients of a weight and of its bias, which is the last column of the matrix or its last row.
 struct Gradient {
   int64_t rows, columns;  // of the weight
   int64_t turned;         // the bias is a row
@@ -17,13 +17,13 @@ struct Gradient {
 
 class Preconditioning {
  public:
-  // `memory`: twice the matrix, in whole blocks.
+  // `memory` holds the matrix twice, in whole blocks.
   Preconditioning(const Gradient& gradient, Half* memory, int threads)
       : own_(gradient), threads_(threads), rows_(own_.rows + (own_.bias && own_.turned)),
         columns_(own_.columns + (own_.bias && !own_.turned)), tall_(blocks_of(rows_)), wide_(blocks_of(columns_)),
         first_(memory), second_(memory + tall_ * wide_ * kBlock), before_(tall_ * wide_), after_(tall_ * wide_) {}
 
-  // left (rows x rows) and right (columns x columns) are symmetric; null: the identity.
+  // left (rows x rows) and right (columns x columns) are symmetric; null stands for the identity.
   void run(const Half* left, const Half* right, bool rescale, float* weight, float* bias) {
     const Blocks matrix{first_, tall_, wide_}, result{second_, tall_, wide_};
     if (left) {
@@ -47,7 +47,7 @@ class Preconditioning {
   }
 
  private:
-  // from times a symmetric factor; `take` gets its blocks, rounded.
+  // Multiplies `from` by a symmetric factor; `take` gets the rounded blocks of the product.
   template <class Take>
   void multiply_by(const Half* factor, int64_t size, const Blocks& from, const Take& take) const {
     product(
@@ -103,12 +103,12 @@ class Preconditioning {
     return squares(wide);
   }
 
-  // Block by block and in order: the norm does not depend on the threads.
+  // Squares are added block by block in order, so that the norm does not depend on the threads.
   static double norm(const std::vector<double>& squares) {
     return std::sqrt(std::accumulate(squares.begin(), squares.end(), 0.0));
   }
 
-  // With the norm of the gradient, or the gradient itself where the result has none.
+  // Writes the result with the norm of the gradient, or the gradient itself where the result's norm is 0 or not finite.
   void write(const Blocks& result, bool rescale, float* weight, float* bias) const {
     const double before = norm(before_), after = norm(after_);
     const bool usable = !rescale || (after > 0.0 && std::isfinite(after));

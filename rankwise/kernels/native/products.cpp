@@ -1,5 +1,5 @@
-// Matrix products in bfloat16 on processors with tile products (Intel AMX), of which libraries reach a fraction, and what
-// goes on between them. Elsewhere there is nothing in this library but the answer that it is so.
+// Matrix products in bfloat16 run on the matrix tiles of processors (Intel AMX), whose speed libraries reach in part.
+// On other processors this library has one function, which says so.
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__linux__)
 
@@ -20,7 +20,7 @@ int has_tiles() {
   return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 }
 
-// Every matrix by one thread where there are enough of them, the largest first; else by all.
+// Each matrix is worked on by one thread, the largest first, or by all threads where there are few matrices.
 void newton_schulz(int64_t count, const Orthogonal* matrices, int64_t steps, const Rates* rates, int threads) {
   std::vector<int64_t> order(count), needs(count);
   std::iota(order.begin(), order.end(), 0);

@@ -1,4 +1,4 @@
-"""The library of matrix products for processors with tiles for them (Intel AMX)."""
+"""This module loads the library of matrix products for processors with matrix tiles (Intel AMX)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ SIDE = 32
 
 @cache
 def products() -> ctypes.CDLL | None:
-    """The library; None where the processor has no tiles, the system lends none, or there is no compiler."""
-    own = library(_SOURCE, _FLAGS)
-    return own if own is not None and own.has_tiles() else None
+    """Return the library; None where the processor has no tiles, the system lends none, or there is no compiler."""
+    compiled = library(_SOURCE, _FLAGS)
+    return compiled if compiled is not None and compiled.has_tiles() else None

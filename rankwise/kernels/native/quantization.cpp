@@ -1,10 +1,10 @@
-// Codes of many runs at once, see rankwise/kernels/quantization.py, one pass through memory.
+// These functions encode and decode many runs in one pass through memory, as rankwise/kernels/quantization.py says.
 
 #include "narrow.h"
 
 namespace {
 
-// What the Python side describes, and in `bases` where the exponents of each run lie among those of all.
+// Runs as Python describes them; `bases` says where the exponents of each run begin among those of all runs.
 struct Runs {
   NarrowRuns kept;
   int64_t count, tile, threads;
@@ -58,7 +58,7 @@ void exponents_of_runs(const Runs* runs, const float* const* values, int8_t* exp
   });
 }
 
-// Without exponents, those of the values.
+// Encodes runs with the given exponents, or those of the values where `exponents` is null.
 void encode_runs(const Runs* runs, const float* const* values, const int8_t* exponents) {
   in_tiles(*runs, [=](int64_t run, int64_t start, int64_t count) {
     const int8_t* given = exponents ? exponents + runs->bases[run] : nullptr;

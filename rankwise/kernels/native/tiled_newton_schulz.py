@@ -1,9 +1,9 @@
-"""Newton-Schulz iterations in C++, with the matrix tiles of recent x86 processors (Intel AMX).
+"""Newton-Schulz iterations run in C++ on the matrix tiles of recent x86 processors (Intel AMX).
 
-Libraries compute the symmetric products twice over, and reach a fraction of the speed. Matrices are iterated on as they
-are, whatever the polynomials: in bfloat16 Gram matrices are not stable. The roundings to bfloat16 are
-those of :func:`rankwise.updates.newton_schulz.newton_schulz`; the order of the sums between them is not. A matrix has
-the same bits in whichever stack it lies, and however many threads there are.
+Libraries compute both halves of the symmetric products, and reach a fraction of the speed. The iteration works on the
+matrices themselves, whatever the polynomials: on their Gram matrices it is not stable in bfloat16. It rounds to
+bfloat16 where :func:`rankwise.updates.newton_schulz.newton_schulz` does, but sums in another order. The bits of a
+matrix depend neither on its stack nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["newton_schulz", "orthogonal_steps_", "takes"]
 
 
 class _Orthogonal(ctypes.Structure):
-    """As in the source."""
+    """``Orthogonal`` of ``newton_schulz.h``."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("rows", "columns")),
@@ -51,25 +51,26 @@ def newton_schulz(
     eps: float = 1e-7,
     coefficients: str = "published",
 ) -> Tensor:
-    """As :func:`rankwise.updates.newton_schulz.newton_schulz`, which takes what there is no form for here.
+    """Orthogonalise matrices as :func:`rankwise.updates.newton_schulz.newton_schulz` does.
 
-    That is: everything but float32 matrices with products in bfloat16, and machines without such tiles.
+    That function takes all but float32 matrices with products in bfloat16, and everything on machines without tiles.
 
     Args:
         matrix: (..., m, n).
         steps: Iterations, at least 1.
         dtype: Type of the products.
-        eps: Added to the norm.
+        eps: Number added to the norm.
         coefficients: Name of the polynomials.
 
     Returns:
         (..., m, n) in the dtype of ``matrix``.
 
     Raises:
-        ValueError: As there.
+        ValueError: There are fewer than two dimensions, a type is no floating-point one, or ``steps`` is below 1 or not
+            among those of ``coefficients``.
     """
-    known = matrix.ndim >= 2 and matrix.numel() > 0 and steps >= 1
-    if not known or not takes(matrix.dtype, dtype or matrix.dtype):
+    is_valid = matrix.ndim >= 2 and matrix.numel() > 0 and steps >= 1
+    if not is_valid or not takes(matrix.dtype, dtype or matrix.dtype):
         return linalg.newton_schulz(matrix, steps, dtype, eps, coefficients)
     table = quintics(coefficients, steps)
     rows, columns = matrix.shape[-2:]
@@ -82,10 +83,10 @@ def newton_schulz(
 
 
 def orthogonal_steps_(jobs: Sequence[OrthogonalStep]) -> None:
-    """Step weights along the orthogonal factors of their momenta, the same as :func:`newton_schulz` gives.
+    """Step weights along the orthogonal factors of their momenta, as :func:`newton_schulz` computes them.
 
     Args:
-        jobs: :func:`takes` must say yes to their tensors, which are contiguous. None is cautious.
+        jobs: Steps of contiguous tensors of a type that :func:`takes` accepts; no step may be cautious.
     """
     for job in jobs:
         check_lengths([job.momentum], [job.weight])
@@ -100,7 +101,7 @@ def orthogonal_steps_(jobs: Sequence[OrthogonalStep]) -> None:
         ]
         norms = _norms([momentum for _, momentum, _ in matrices])
         described = [
-            # ctypes takes a 0-d tensor on the CPU for a float.
+            # The rate may be a 0-d tensor on the CPU, which ctypes takes for a float.
             _Orthogonal(*job.shape, address(momentum), norm + job.eps, address(weight), 1, job.factor, job.lr)
             for (job, momentum, weight), norm in zip(matrices, norms, strict=True)
         ]
@@ -113,10 +114,10 @@ def _norms(matrices: list[Tensor]) -> list[float]:
 
 
 def _run(matrices: Sequence[_Orthogonal], table: Sequence[Quintic]) -> None:
-    own = products()
-    assert own is not None
+    compiled = products()
+    assert compiled is not None
     rates = [rate for polynomial in table for rate in polynomial]
-    own.newton_schulz(
+    compiled.newton_schulz(
         ctypes.c_int64(len(matrices)),
         (_Orthogonal * len(matrices))(*matrices),
         ctypes.c_int64(len(table)),

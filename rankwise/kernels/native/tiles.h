@@ -1,4 +1,4 @@
-// Many runs of memory cut into tiles: the unit of work of a thread, and of sums that do not depend on the threads.
+// Runs of memory are cut into tiles: a thread takes a tile at a time, and sums over tiles do not depend on the threads.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ inline std::vector<Tile> tiles_of(int64_t runs, const int64_t* lengths, int64_t 
   return tiles;
 }
 
-// Adds what each tile found to its run, in order.
+// Adds the part of each tile to the sum of its run, in order.
 inline void add_up(const std::vector<Tile>& tiles, const std::vector<double>& parts, int64_t runs, double* sums) {
   std::fill(sums, sums + runs, 0.0);
   for (size_t index = 0; index < tiles.size(); ++index) sums[tiles[index].run] += parts[index];

@@ -1,9 +1,9 @@
-r"""Triton kernels for CUDA: what the shared updates do, over many tensors per launch and without host syncs.
+r"""Triton kernels do the shared updates on CUDA, on many tensors per launch and without host syncs.
 
-Importing this package needs no Triton. Everything is fp32 (others: use the plain functions), where not said otherwise.
+Importing this package needs no Triton. All is fp32 where no other type is named; the plain functions take other types.
 *Runs* are lists of contiguous 1-D tensors, one per shard, of any lengths (0 too) and alignments; the number of
-launches does not depend on how many there are. Norms are fp64, summed in a fixed order and without atomics: two calls
-give the same bits. ``lr`` is a float or a 0-d tensor.
+launches does not depend on how many there are. Norms are fp64, summed in a fixed order and without atomics, so that a
+second call gives the same bits. ``lr`` is a float or a 0-d tensor.
 
 ============================ ==================================================== ======================== ============
 function                     does                                                 bytes per element        launches
@@ -22,10 +22,10 @@ function                     does                                               
 ============================ ==================================================== ======================== ============
 
 The last three lie in :mod:`.symmetric_newton_schulz`; ``newton_schulz`` has one library product per step besides.
-Papers' rooms have kernels of their own, in modules or packages named ``cuda``. All of it compiles with Triton 3.2 and
-later. Where tensors lie is uploaded once per set of addresses (:mod:`.tables`); steps on the same memory upload
-nothing. All but MKOR's ``update_factors_`` can be captured in a graph; there a step's number is a tensor on the device,
-with an entry per run or matrix.
+Papers' rooms have kernels of their own, in modules or packages named ``cuda``. All kernels compile with Triton 3.2 and
+later. The addresses of tensors are uploaded once (:mod:`.tables`); steps on the same memory upload nothing. A graph can
+capture all kernels but MKOR's ``update_factors_``; there the number of a step is a tensor on the device, with an entry
+per run or matrix.
 """
 
 from rankwise.kernels.triton.launched_passes import STEPS_ON_DEVICE, is_available, run, squared_norms

@@ -1,9 +1,9 @@
-"""Symmetric products by the kernel with half the work, or whole ones by the library: whichever is faster for a shape.
+"""This module chooses for a shape between the kernel that computes half a symmetric product and the library's product.
 
 The kernel breaks even where it runs at half the library's rate, which depends on the shape, the device and the versions
-of both. The shape decides, so that a run that is done again, or goes on from a checkpoint, has the same bits. Who asks
-for it has both timed at the first use of a shape; not so where torch is to be deterministic, in a capture of what has
-not been timed before, and where there is no memory for it.
+of both. By default the shape decides, so that a run that is repeated, or resumed from a checkpoint, has the same bits.
+On request both are timed at the first use of a shape. The shape still decides where torch is to be deterministic, in a
+capture before both were timed, and where there is no memory for it.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from rankwise.updates.polynomial_steps import PLAIN, Products
 
 __all__ = ["Shape", "by_shape", "chosen", "forget_times"]
 
-_ALIGNED = 16  # With another number of rows results are written two bytes at a time, and registers spilled.
-_ONE_TILE = 128  # Of a side up to that nothing is mirrored.
+_ALIGNED = 16  # Where it does not divide the rows, results are written two bytes at a time, and registers are spilled.
+_ONE_TILE = 128  # Matrices with a side up to this lie in one tile, and nothing is mirrored.
 _ROUNDS = 3
-_GAIN = 0.95  # Of the other's time: what takes more than that is as fast.
+_GAIN = 0.95  # A form that takes more than this share of the other's time counts as equally fast.
 
 _faster: dict[Shape, bool] = {}
-"""Whether the kernel has been faster, by what was timed."""
+"""Whether the kernel was faster, for each shape that was timed."""
 
 
 class Shape(NamedTuple):
-    """What a product's time depends on.
+    """A shape, with all that the time of a product depends on.
 
     Attributes:
         kind: "square" or "polynomial".
-        batch: Matrices.
-        rows: Rows of each.
-        columns: Columns of each.
-        turned: Whether they lie transposed.
-        dtype: Type of them.
-        device: Where they lie.
+        batch: Number of matrices.
+        rows: Rows of each matrix.
+        columns: Columns of each matrix.
+        turned: Whether the matrices lie transposed.
+        dtype: Type of the matrices.
+        device: Where the matrices lie.
     """
 
     kind: str
@@ -51,14 +51,14 @@ class Shape(NamedTuple):
 
 
 def chosen(halved: Products, x: Tensor, turned: bool = False, timed: bool = False) -> Products:
-    """The products for a Newton-Schulz iteration on a stack.
+    """Choose the products of a Newton-Schulz iteration on a stack.
 
     Args:
-        halved: The kernel's; the others are the library's.
-        x: (b, m, n), m <= n; (b, n, m) where they are turned.
+        halved: The kernel's products, which compete with the library's.
+        x: (b, m, n) with m <= n; (b, n, m) where the matrices are turned.
         turned: Whether the matrices lie transposed.
-        timed: Whether both may be timed, on ``x`` itself, where that has not been done. The host waits then. Sums are
-            rounded otherwise after another answer, so that nobody else may compute the same matrices.
+        timed: Whether both may be timed on ``x`` if they have not been; the host waits then. The two round sums
+            differently, and another rank may choose the other one: no two ranks may compute the same matrices.
     """
     if x.device.type == "cpu":
         return halved  # in Triton's interpreter, which is there for the kernel
@@ -66,7 +66,7 @@ def chosen(halved: Products, x: Tensor, turned: bool = False, timed: bool = Fals
     batch, rows, columns = wide.shape
     shape = Shape("square", batch, rows, columns, turned, x.dtype, x.device)
     small = shape._replace(kind="polynomial", columns=rows, turned=False)
-    square, polynomial = (_takes(each, halved, wide, timed) for each in (shape, small))
+    square, polynomial = (_takes(product, halved, wide, timed) for product in (shape, small))
     return Products(
         (halved if square else PLAIN).square,
         (halved if polynomial else PLAIN).polynomial,
@@ -75,15 +75,15 @@ def chosen(halved: Products, x: Tensor, turned: bool = False, timed: bool = Fals
 
 
 def by_shape(shape: Shape) -> bool:
-    """Whether the kernel is taken where nothing is timed: for several tiles, of an aligned number of rows.
+    """Whether the shape decides for the kernel: it needs several tiles and an aligned number of rows.
 
-    Where the columns are not aligned both are slow, the kernel less so.
+    Where the columns are not aligned, both are slow, the kernel less so.
     """
     return shape.rows > _ONE_TILE and shape.rows % _ALIGNED == 0
 
 
 def forget_times() -> None:
-    """Time every shape anew."""
+    """Forget the times, so that every shape is timed anew."""
     _faster.clear()
 
 
@@ -97,7 +97,7 @@ def _takes(shape: Shape, halved: Products, wide: Tensor, timed: bool) -> bool:
     try:
         _faster[shape] = _is_faster(shape, _times(shape.device, *_calls(shape.kind, halved, wide)))
     except torch.OutOfMemoryError:
-        _faster[shape] = by_shape(shape)  # Not tried at every step: the allocator would empty its caches each time.
+        _faster[shape] = by_shape(shape)  # Another try at every step would empty the allocator's caches each time.
     return _faster[shape]
 
 
@@ -106,7 +106,7 @@ def _has_clock(device: torch.device) -> bool:
 
 
 def _calls(kind: str, halved: Products, wide: Tensor) -> list[Callable[[], object]]:
-    """The kernel's product and the library's."""
+    """Return calls of the kernel's product and of the library's."""
     if kind == "square":
         return [lambda: halved.square(wide), lambda: PLAIN.square(wide)]
     gram = PLAIN.square(wide)
@@ -114,21 +114,23 @@ def _calls(kind: str, halved: Products, wide: Tensor) -> list[Callable[[], objec
 
 
 def _is_faster(shape: Shape, times: Sequence[float]) -> bool:
-    """Whether the kernel is, by the times of both; within the noise of a few calls the shape decides."""
+    """Whether the kernel is faster by the times of both; the shape decides where they hardly differ."""
     kernel, library = times
     return by_shape(shape) if kernel > _GAIN * library and library > _GAIN * kernel else kernel < library
 
 
 def _times(device: torch.device, *calls: Callable[[], object]) -> list[float]:
-    """Milliseconds of each, the least of some in turns."""
+    """Return milliseconds of each call, the least of several rounds in which the calls take turns."""
     for call in calls:
-        call()  # The first one compiles and loads.
+        call()  # The first call compiles and loads.
     with torch.cuda.device(device):
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2 * _ROUNDS)] for _ in calls]
         for index in range(0, 2 * _ROUNDS, 2):
-            for call, own in zip(calls, events, strict=True):
-                own[index].record()
+            for call, ticks in zip(calls, events, strict=True):
+                ticks[index].record()
                 call()
-                own[index + 1].record()
+                ticks[index + 1].record()
         events[-1][-1].synchronize()
-    return [min(begin.elapsed_time(end) for begin, end in zip(own[::2], own[1::2], strict=True)) for own in events]
+    return [
+        min(begin.elapsed_time(end) for begin, end in zip(ticks[::2], ticks[1::2], strict=True)) for ticks in events
+    ]

@@ -1,6 +1,6 @@
-"""Codes of element states inside kernels, see :mod:`rankwise.kernels.quantization`, whose bits these functions have.
+"""Kernels encode and decode element states with these functions, to the bits of :mod:`rankwise.kernels.quantization`.
 
-The row of a run holds, from where ``AT`` points to, for a narrow field: the address of its exponents, the place of
+From column ``AT`` on, the row of a run has three integers of a narrow field: the address of its exponents, the place of
 the run's first element in the parameter, and the key of the noise.
 """
 
@@ -28,16 +28,16 @@ EXTRAS = 3
 """Integers of a narrow field in the row of a run."""
 
 SHARED: tl.constexpr = tl.constexpr(_BLOCK)
-# Threads that a block lies in.
+# So many threads share a block.
 THREADS: tl.constexpr = tl.constexpr(SHARED // WIDTH)
 BROKEN: tl.constexpr = tl.constexpr(127)
-# Added and taken away, this leaves no digits behind the point: rounded to the nearest, halves to even.
+# Adding this and taking it away again rounds to a whole number, halves to even.
 WHOLE: tl.constexpr = tl.constexpr(12582912.0)
 
 
 @jit
 def _power(exponents: tl.tensor) -> tl.tensor:
-    """Powers of two, from their bits."""
+    """Return powers of two, made from their bits."""
     return ((exponents + 127) << 23).to(tl.float32, bitcast=True)
 
 
@@ -52,7 +52,7 @@ def _mixed(word: tl.tensor) -> tl.tensor:
 def noise_of(
     row: tl.tensor, AT: tl.constexpr, count: tl.tensor, start: tl.tensor, lanes: tl.tensor, RANDOM: tl.constexpr
 ) -> tl.tensor:
-    """16 bits for each element of a tile, wherever the run's first element lies in the parameter; 0 if not RANDOM."""
+    """Return 16 bits of noise for each element of a tile, by its place in the parameter; 0 if not RANDOM."""
     if RANDOM:
         return _noise(tl.load(row + AT + 2), count, tl.load(row + AT + 1) + start, lanes)
     else:
@@ -61,7 +61,7 @@ def noise_of(
 
 @jit
 def _noise(key: tl.tensor, count: tl.tensor, place: tl.tensor, lanes: tl.tensor) -> tl.tensor:
-    """Noise of the places from ``place`` on, which may pass a multiple of 2^32."""
+    """Return the noise of the places from ``place`` on, which may pass a multiple of 2^32."""
     word = _mixed(count.to(tl.uint32) ^ _mixed(key.to(tl.uint32)))
     low = (place & 0xFFFFFFFF).to(tl.uint32)
     places = low + lanes.to(tl.uint32)
@@ -79,7 +79,7 @@ def _rounded(value: tl.tensor, noise: tl.tensor, RANDOM: tl.constexpr) -> tl.ten
 
 @jit
 def _narrowed(value: tl.tensor, noise: tl.tensor, RANDOM: tl.constexpr) -> tl.tensor:
-    """To bfloat16; what is not finite, or would not be, to the nearest."""
+    """Round to bfloat16, and to the nearest wherever a value is not finite or would not stay so."""
     if RANDOM:
         bits = value.to(tl.int32, bitcast=True)
         cut = (bits + noise) & -65536
@@ -91,7 +91,7 @@ def _narrowed(value: tl.tensor, noise: tl.tensor, RANDOM: tl.constexpr) -> tl.te
 
 @jit
 def roots_of(value: tl.tensor, ELEMENT: tl.constexpr) -> tl.tensor:
-    """What is divided by the scale."""
+    """Return what the scale divides: values, or roots of second moments."""
     if ELEMENT == tl.uint8:
         return tl.sqrt_rn(value)
     else:
@@ -100,61 +100,61 @@ def roots_of(value: tl.tensor, ELEMENT: tl.constexpr) -> tl.tensor:
 
 @jit
 def blocks_of(LANES: tl.constexpr) -> tl.tensor:
-    """The block of each thread's lanes, (LANES / 4,)."""
+    """Return the block in which each thread's lanes lie, (LANES / 4,)."""
     return tl.arange(0, LANES // WIDTH) // THREADS
 
 
 @jit
 def blocks_inside(start: tl.tensor, length: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
-    """Whether a run has them, of a tile that begins at a place."""
+    """Whether a run has each thread's block, in a tile that begins at ``start``."""
     return start + blocks_of(LANES) * SHARED < length
 
 
 @jit
 def exponents_of(roots: tl.tensor, ELEMENT: tl.constexpr, LANES: tl.constexpr) -> tl.tensor:
-    """Exponent of each thread's block, int32 (LANES / 4,): the least that reaches its largest magnitude."""
-    # Magnitudes are ordered as the numbers are, infinities and NaNs behind all others.
+    """Return the exponent of each thread's block, int32 (LANES / 4,): the least that reaches its largest magnitude."""
+    # The bits of magnitudes are ordered as the magnitudes are, with infinities and NaNs above all numbers.
     bits = tl.max(roots.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     bits = tl.max(bits.reshape(LANES // SHARED, THREADS), axis=1)
     if ELEMENT == tl.uint8:
-        found = (bits >> 23) - 138 + ((bits & 0x7FFFFF) > 0x7C0000).to(tl.int32)
-        found = tl.minimum(tl.maximum(found, -63), 52)
+        exponents = (bits >> 23) - 138 + ((bits & 0x7FFFFF) > 0x7C0000).to(tl.int32)
+        exponents = tl.minimum(tl.maximum(exponents, -63), 52)
     else:
-        found = (bits >> 23) - 133 + ((bits & 0x7FFFFF) > 0x7E0000).to(tl.int32)
-        found = tl.minimum(tl.maximum(found, -126), 121)
-    found = tl.where(bits >= 0x7F800000, BROKEN, found)
-    return tl.broadcast_to(found[:, None], (LANES // SHARED, THREADS)).reshape(LANES // WIDTH)
+        exponents = (bits >> 23) - 133 + ((bits & 0x7FFFFF) > 0x7E0000).to(tl.int32)
+        exponents = tl.minimum(tl.maximum(exponents, -126), 121)
+    exponents = tl.where(bits >= 0x7F800000, BROKEN, exponents)
+    return tl.broadcast_to(exponents[:, None], (LANES // SHARED, THREADS)).reshape(LANES // WIDTH)
 
 
 @jit
 def _encoded(
     roots: tl.tensor, exponents: tl.tensor, noise: tl.tensor, ELEMENT: tl.constexpr, RANDOM: tl.constexpr
 ) -> tl.tensor:
-    """Codes of a tile, int32."""
+    """Return the codes of a tile, int32."""
     broken = exponents == BROKEN
     scale = tl.where(broken, 0.0, _power(tl.where(broken, 0, -exponents)))[:, None]
-    # Of what is NaN nothing is kept.
+    # The codes of a broken block, and of NaN, are 0.
     scaled = tl.where(scale == 0.0, 0.0, roots * scale)
     if ELEMENT == tl.uint8:
-        # Each has an exponent of its own: digits from 32 to 63, or below where that is 0.
+        # A code has an exponent of its own and digits from 32 to 63, or fewer where that exponent is 0.
         shift = tl.minimum(tl.maximum((scaled.to(tl.int32, bitcast=True) >> 23) - 132, 0), 6)
         digits = _rounded(scaled * _power(-shift), noise, RANDOM).to(tl.int32)
-        found = tl.minimum(tl.maximum(digits + 32 * shift, 1), 255)
-        return tl.where(scaled > 0.0, found, 0)
+        codes = tl.minimum(tl.maximum(digits + 32 * shift, 1), 255)
+        return tl.where(scaled > 0.0, codes, 0)
     else:
         return tl.minimum(tl.maximum(_rounded(scaled, noise, RANDOM), -127.0), 127.0).to(tl.int32)
 
 
 @jit
 def put_exponents(place: tl.tensor, exponents: tl.tensor, blocks: tl.tensor, LANES: tl.constexpr) -> None:
-    """Store those of a tile's blocks that the run has, from an address on."""
+    """Store the exponents of the blocks that the run has, from an address on."""
     first = tl.arange(0, LANES // WIDTH) % THREADS == 0
     tl.store(place + blocks_of(LANES), exponents.to(tl.int8), mask=blocks & first)
 
 
 @jit
 def exponents_at(row: tl.tensor, AT: tl.constexpr, block: tl.tensor) -> tl.tensor:
-    """Where those from a block of the run on lie; anywhere where AT is 0."""
+    """Return the address of the exponents from a block of the run on; it has no meaning where AT is 0."""
     return tl.load(row + AT).to(tl.pointer_type(tl.int8)) + block
 
 
@@ -170,18 +170,18 @@ def opened(
     ELEMENT: tl.constexpr,
     AT: tl.constexpr,
 ) -> tl.tensor:
-    """A tile of a field in fp32.
+    """Return a tile of a field in fp32.
 
-    Where it is narrow, ``AT`` is not 0, ``exponents`` where those of its blocks lie, and ``blocks`` says which of them
-    the run has, see :func:`blocks_inside`.
+    If the field is narrow, ``AT`` is not 0, ``exponents`` is the address of its blocks' exponents, and ``blocks`` says
+    which blocks the run has, as :func:`blocks_inside` does.
     """
     kept = read(place, lanes, inside, FAST)
     if AT == 0 or ELEMENT == tl.bfloat16:
         return kept.to(tl.float32)
     else:
-        known = tl.load(exponents + blocks_of(LANES), mask=blocks, other=0).to(tl.int32)
-        broken = known == BROKEN
-        scale = tl.where(broken, float("nan"), _power(tl.where(broken, 0, known)))[:, None]
+        stored = tl.load(exponents + blocks_of(LANES), mask=blocks, other=0).to(tl.int32)
+        broken = stored == BROKEN
+        scale = tl.where(broken, float("nan"), _power(tl.where(broken, 0, stored)))[:, None]
         if ELEMENT == tl.uint8:
             codes = kept.to(tl.int32)
             shift = tl.maximum((codes >> 5) - 1, 0)
@@ -208,7 +208,7 @@ def store(
     GIVEN: tl.constexpr = False,
     given: tl.tensor = 0,
 ) -> None:
-    """Store a tile of a field, as :func:`opened` reads it, with exponents from ``given`` on if GIVEN."""
+    """Store a tile of a field for :func:`opened` to read, with the exponents at ``given`` if GIVEN."""
     if AT == 0:
         write(place, value, lanes, inside, FAST)
     elif ELEMENT == tl.bfloat16:
@@ -216,8 +216,8 @@ def store(
     else:
         roots = roots_of(value, ELEMENT)
         if GIVEN:
-            found = tl.load(given + blocks_of(LANES), mask=blocks, other=0).to(tl.int32)
+            chosen = tl.load(given + blocks_of(LANES), mask=blocks, other=0).to(tl.int32)
         else:
-            found = exponents_of(roots, ELEMENT, LANES)
-        write(place, _encoded(roots, found, noise, ELEMENT, RANDOM), lanes, inside, FAST)
-        put_exponents(exponents, found, blocks, LANES)
+            chosen = exponents_of(roots, ELEMENT, LANES)
+        write(place, _encoded(roots, chosen, noise, ELEMENT, RANDOM), lanes, inside, FAST)
+        put_exponents(exponents, chosen, blocks, LANES)

@@ -1,4 +1,4 @@
-"""Where the kernels for CUDA run, and the door to those of passes: this module needs no Triton to be imported."""
+"""This module says where the kernels for CUDA run, and imports Triton only when a pass calls them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rankwise.kernels.passes import Field, Pass, Tensors
 __all__ = ["STEPS_ON_DEVICE", "is_available", "run", "squared_norms"]
 
 STEPS_ON_DEVICE = True
-"""As :data:`rankwise.kernels.lists.STEPS_ON_DEVICE`."""
+"""Whether the number of a step may be a tensor on the device with an entry per shard."""
 
 
 def is_available(device: torch.device, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether the kernels run there: fp32, Triton installed, and compute capability 7.0 or later, or a GPU of AMD's."""
+    """Whether the kernels run: they need fp32, Triton, and compute capability 7.0 or later or a GPU of AMD's."""
     if device.type != "cuda" or dtype != torch.float32:
         return False
     if torch.version.hip is not None:
@@ -25,7 +25,7 @@ def is_available(device: torch.device, dtype: torch.dtype = torch.float32) -> bo
 
 
 def run(update: Pass) -> None:
-    """As :func:`rankwise.kernels.triton.steps.run`."""
+    """Do a pass, in place; without gradients it does nothing."""
     from rankwise.kernels.triton import steps
 
     if update.grads:
@@ -33,7 +33,7 @@ def run(update: Pass) -> None:
 
 
 def squared_norms(tensors: Tensors, references: Field | None = None, k: float = 0.0) -> Tensor:
-    """As :func:`rankwise.kernels.triton.steps.squared_norms`, and nothing of nothing."""
+    """Return what :func:`rankwise.kernels.triton.steps.squared_norms` does; for no tensors, an empty result."""
     from rankwise.kernels.triton import steps
 
     if not tensors:

@@ -1,6 +1,7 @@
-"""Codes of many runs on the device, see :mod:`rankwise.kernels.quantization`: one launch for all of them.
+"""One launch encodes or decodes many runs on the device, to the bits of :mod:`rankwise.kernels.quantization`.
 
-Bytes per value: encoding reads 4 and writes 1 (bfloat16: 2) and an exponent's share; adding reads as many and writes 4.
+Bytes per value, without the exponents: encoding reads 4 and writes 1 (bfloat16: 2), decoding does the reverse, and
+adding reads 5 (6) and writes 4.
 """
 
 from __future__ import annotations
@@ -33,33 +34,33 @@ __all__ = ["add_decoded", "decode_", "encode_", "exponents_of"]
 _TILE = 32 * BLOCK
 _WARPS = 4
 
-# The row of a run: values, codes, sums; length, exponents, first place, key, and where its exponents lie among all.
+# A row has addresses of values, codes and sums; length, exponents, first place, key, and where its exponents begin.
 _LENGTH, _AT, _FIRST, _BASE, _COLUMNS = (tl.constexpr(column) for column in (3, 4, 5, 7, 8))
 
 
 def decode_(values: Sequence[Tensor], kept: LowPrecisionRuns) -> None:
-    """As :func:`rankwise.kernels.quantization.decode_`, of contiguous fp32 runs."""
+    """Overwrite contiguous fp32 runs with what codes stand for."""
     _launch(_decode_kernel, values, kept, values, ADD=False)
 
 
 def add_decoded(values: Sequence[Tensor], kept: LowPrecisionRuns, sums: Sequence[Tensor]) -> None:
-    """As :func:`rankwise.kernels.quantization.add_decoded`, of contiguous fp32 runs."""
+    """Add what codes stand for to contiguous fp32 runs."""
     if [total.numel() for total in sums] != [value.numel() for value in values]:
         raise ValueError("the sums need one run per run of values, of its length")
     _launch(_decode_kernel, values, kept, sums, ADD=True)
 
 
 def exponents_of(values: Sequence[Tensor], kept: LowPrecisionRuns) -> Tensor:
-    """As :func:`rankwise.kernels.quantization.exponents_of`, of contiguous fp32 runs."""
+    """Return the exponents that codes of contiguous fp32 runs would have by their values alone."""
     if not values:
         return quantization.exponents_of(values, kept)
-    found = torch.empty(sum(_blocks(kept)), dtype=torch.int8, device=values[0].device)
-    _launch(_exponents_kernel, values, kept, values, found)
-    return found
+    exponents = torch.empty(sum(_blocks(kept)), dtype=torch.int8, device=values[0].device)
+    _launch(_exponents_kernel, values, kept, values, exponents)
+    return exponents
 
 
 def encode_(values: Sequence[Tensor], kept: LowPrecisionRuns, exponents: Tensor | None = None) -> None:
-    """As :func:`rankwise.kernels.quantization.encode_`, of contiguous fp32 runs."""
+    """Overwrite codes and their exponents with what is kept of contiguous fp32 runs."""
     if not values:
         return
     device = values[0].device
@@ -90,17 +91,17 @@ def _launch(
     exponents = addresses(kept.exponents, torch.int8) if is_coded(kept.dtype) else [0] * len(values)
     fields = addresses(values), addresses(kept.codes, kept.dtype), addresses(sums)
     rows = zip(*fields, lengths, exponents, kept.firsts, kept.keys, accumulate(_blocks(kept), initial=0), strict=False)
-    # Tiles are of whole blocks: they begin before a run that begins within one.
+    # Tiles consist of whole blocks, and so begin before a run that begins within a block.
     reach = (length + first % BLOCK if length else 0 for length, first in zip(lengths, kept.firsts, strict=True))
     tiles = tiles_of(tuple(reach), _TILE, device)
     table = table_here(tuple(chain.from_iterable(rows)), device)
-    own = {"ELEMENT": CODES[kept.dtype], "LANES": _TILE, "BLOCK": BLOCK, **constants}
-    launch(kernel, (tiles.count,), device, table, tiles.rows, *more, num_warps=_WARPS, **own)
+    options = {"ELEMENT": CODES[kept.dtype], "LANES": _TILE, "BLOCK": BLOCK, **constants}
+    launch(kernel, (tiles.count,), device, table, tiles.rows, *more, num_warps=_WARPS, **options)
 
 
 @jit
 def _place(table: tl.tensor, tiles: tl.tensor, LANES: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
-    """Work of a program: the run, its row, where the tile begins in the run, the first block, whether it is wide."""
+    """Return a program's run, its row, the tile's beginning in the run, its first block, and whether it may be wide."""
     tile = tl.program_id(0).to(tl.int64)
     run = tl.load(tiles + 2 * tile)
     row, reached = table + run * _COLUMNS, tl.load(tiles + 2 * tile + 1)
@@ -111,7 +112,7 @@ def _place(table: tl.tensor, tiles: tl.tensor, LANES: tl.constexpr, BLOCK: tl.co
 
 @jit
 def _inside(row: tl.tensor, start: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
-    """Places in a tile, which of them the run has, and which blocks."""
+    """Return the lanes of a tile, and which lanes and which blocks the run has."""
     lanes, length = lanes_of(LANES), tl.load(row + _LENGTH)
     places = start + lanes
     return lanes, (places >= 0) & (places < length), blocks_inside(start, length, LANES)

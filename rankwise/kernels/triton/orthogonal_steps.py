@@ -1,7 +1,7 @@
-r"""Steps along orthogonalised momenta where they lie: stacks of equal shapes, and nothing in between in fp32.
+r"""Weights step along orthogonalised momenta in stacks of equal shapes, without copies in fp32 in between.
 
-Bytes per element, outside the products: 4 for the norms, 6 for the normalised copy in bfloat16, 10 for the weight. What
-lies transposed is worked on as it lies.
+Bytes per element, outside the products: 4 for the norms, 6 for the normalised copy in bfloat16, 10 for the weight. Tall
+matrices are not transposed in memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rankwise.updates.polynomials import quintics
 __all__ = ["normalised", "orthogonal_steps_", "takes"]
 
 _MOST = (1 << 16) - 1
-"""Matrices of a stack: CUDA's third dimension of a grid goes no further."""
+"""Matrices of a stack, which CUDA's third dimension of a grid limits."""
 TILE = 2048
 
 
@@ -40,21 +40,21 @@ def orthogonal_steps_(jobs: Sequence[OrthogonalStep], product: torch.dtype, time
     """Step weights along the orthogonal factors of their momenta.
 
     Args:
-        jobs: Their tensors are contiguous fp32 runs.
+        jobs: Steps whose tensors are contiguous fp32 runs.
         product: Type of the products.
-        timed: See :func:`.chosen_products.chosen`.
+        timed: Whether the products may be timed, as :func:`.chosen_products.chosen` says.
 
     Raises:
-        ValueError: A tensor is of another kind.
+        ValueError: A tensor is not a contiguous fp32 run.
     """
     stacks = list(_stacks(jobs, product))
-    momenta = [momentum for _, found in stacks for momentum, _ in found]
+    momenta = [momentum for _, matrices in stacks for momentum, _ in matrices]
     if not momenta:
         return
     squares = steps.squared_norms(momenta, None, 0.0)
-    for job, found in stacks:
-        own, squares = squares[: len(found)], squares[len(found) :]
-        _step_together(job, found, own, product, timed)
+    for job, matrices in stacks:
+        norms, squares = squares[: len(matrices)], squares[len(matrices) :]
+        _step_together(job, matrices, norms, product, timed)
 
 
 _Matrix = tuple[Tensor, Tensor]
@@ -62,21 +62,21 @@ _Matrix = tuple[Tensor, Tensor]
 
 
 def _stacks(jobs: Sequence[OrthogonalStep], product: torch.dtype) -> Iterator[tuple[OrthogonalStep, list[_Matrix]]]:
-    """Matrices that are computed together, and a job with what they have in common."""
+    """Yield matrices that are computed together, each time with a job that has their common numbers."""
 
     def sign(job: OrthogonalStep) -> tuple[Any, ...]:
         rate = id(job.lr) if isinstance(job.lr, Tensor) else job.lr
         return job.shape, job.eps, job.factor, rate, job.weight_decay, job.cautious, job.steps, job.coefficients
 
-    for _, alike in groupby(sorted(jobs, key=sign), sign):
-        found = list(alike)
-        matrices = [matrix for job in found for matrix in job.matrices()]
-        short, long = sorted(found[0].shape)
-        table = quintics(found[0].coefficients, found[0].steps)
+    for _, group in groupby(sorted(jobs, key=sign), sign):
+        stacked = list(group)
+        matrices = [matrix for job in stacked for matrix in job.matrices()]
+        short, long = sorted(stacked[0].shape)
+        table = quintics(stacked[0].coefficients, stacked[0].steps)
         at_once = SCRATCH // (product.itemsize * scratch(short, long, product, table))
         at_once = min(max(1, at_once), _MOST)
         for first in range(0, len(matrices), at_once):
-            yield found[0], matrices[first : first + at_once]
+            yield stacked[0], matrices[first : first + at_once]
 
 
 def _step_together(
@@ -84,11 +84,11 @@ def _step_together(
 ) -> None:
     momenta, weights = map(list, zip(*matrices, strict=True))
     rows, columns = job.shape
-    # The start is kept by nothing but the iteration.
+    # The list is emptied below, so that only the iteration holds its start, and its memory is freed sooner.
     start = [normalised(momenta, job.shape, squares, job.eps, product)]
     products = chosen(HALVED, start[0], rows > columns, timed)
-    found = orthogonalise(start.pop(), quintics(job.coefficients, job.steps), products, rows > columns)
-    directions = list(found.view(len(momenta), -1).unbind())
+    factors = orthogonalise(start.pop(), quintics(job.coefficients, job.steps), products, rows > columns)
+    directions = list(factors.view(len(momenta), -1).unbind())
     scalars = Scalars(lr=job.lr, weight_decay=job.weight_decay, cautious=job.cautious)
     steps.run(Pass("step", {"grad": directions, "param": weights}, scalars), scale=job.factor)
 
@@ -96,13 +96,13 @@ def _step_together(
 def normalised(
     matrices: Sequence[Tensor], shape: tuple[int, int], squares: Tensor, eps: float, dtype: torch.dtype
 ) -> Tensor:
-    """A stack of matrices over their norms.
+    """Return a stack of matrices, divided by their norms.
 
     Args:
         matrices: Contiguous fp32 runs.
-        shape: Shape of each.
-        squares: (matrices,) fp64, of their norms.
-        eps: Added to the norm.
+        shape: Shape of each matrix.
+        squares: (matrices,) fp64, the squares of their norms.
+        eps: Number added to the norm.
         dtype: Type of the stack.
 
     Returns:
@@ -134,7 +134,7 @@ def normalise_kernel(
     ELEMENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A tile of a matrix, divided by its norm, into a stack."""
+    """Write a tile of a matrix, divided by the matrix's norm, to a stack."""
     program = tl.program_id(0).to(tl.int64)
     run = tl.load(tiles + 2 * program)
     row = table + run * 3

@@ -1,4 +1,4 @@
-"""The fields of a pass as its kernel finds them: lists of tensors, and narrow states with what opens them."""
+"""This module makes the tables and constants by which a kernel finds the fields of a pass, narrow states included."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STATES = ("exp_avg", "exp_avg_sq", "reference")
 
 
 def are_alike(fields: Mapping[str, Field]) -> bool:
-    """Whether narrow fields are such as a launch takes: of whole blocks, and with the noise of one step, if any."""
+    """Whether one launch takes the narrow fields: their runs begin with blocks, and any noise is that of one step."""
     narrow = [field for field in fields.values() if isinstance(field, LowPrecisionRuns)]
     steps = [field.step for field in narrow if field.step is not None]
     same = all(step is steps[0] or (type(step) is type(steps[0]) is int and step == steps[0]) for step in steps)
@@ -31,18 +31,18 @@ class PassFields:
     """Tables and constants of a launch.
 
     Args:
-        fields: The lists in the kernel's order, such as :func:`are_alike` takes.
+        fields: Lists in the kernel's order, which :func:`are_alike` accepts.
         tile: Elements per program.
         narrow: Lists of tensors that may be narrower than fp32.
 
     Attributes:
-        runs: The tables.
-        types: Types of the fields, as kernels call them.
-        count: The number of the step in noise, or one for each run on the device.
-        constants: What the kernel wants to know of the states.
+        runs: Tables of the launch.
+        types: Triton's types of the fields.
+        count: Number of the step in noise, or a tensor with one for each run.
+        constants: Compile-time arguments that describe the states to the kernel.
 
     Raises:
-        ValueError: If the lists do not fit together, or a tensor is of another kind.
+        ValueError: The lists do not fit together, or a tensor has a type that the kernel does not take.
     """
 
     def __init__(self, fields: Mapping[str, Field], tile: int, narrow: Collection[str]) -> None:

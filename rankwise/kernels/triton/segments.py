@@ -1,14 +1,12 @@
-r"""Descriptor tables: one launch that works on many runs of memory.
+r"""Two small integer tables on the device let one launch work on many runs of memory.
 
-Two small integer tables on the device say what a program does:
+- The *table of runs* has one row per run: the addresses of its fields (weights, gradients, states ...), its length, and
+  whatever integers a kernel needs besides.
+- The *table of tiles* has one row per program: the run, and the first element of the tile in the run.
 
-- the *table of runs*, one row per run: the addresses of its fields (weights, gradients, states ...), its length, and
-  whatever integers a kernel wants besides;
-- the *table of tiles*, one row per program: the run, and the first element of the tile in the run.
-
-Both are functions of their integers alone, so they are built once and kept: a step whose tensors lie where they lay
-before uploads nothing. An upload goes through pinned memory without waiting for the device; the long table of tiles is
-made there from the few bounds of the runs. A run of length 0 has no tile.
+Tables are found again by their integers, so that a step whose tensors have not moved uploads nothing. An upload goes
+through pinned memory without waiting for the device; the device makes the long table of tiles itself from the few
+bounds of the runs. A run of length 0 has no tile.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ __all__ = [
 ]
 
 WIDTH: tl.constexpr = tl.constexpr(4)
-"""Elements side by side that a thread takes."""
+"""Number of neighbouring elements that a thread takes."""
 
 _KEPT_TILINGS = 256
 _SUM_BLOCK = 1024
@@ -58,7 +56,7 @@ class Tiles:
     Args:
         lengths: Lengths of the runs.
         tile: Elements per program.
-        device: Where the tables are wanted.
+        device: Device of the tables.
 
     Attributes:
         count: Number of programs.
@@ -82,7 +80,7 @@ class Tiles:
 
 
 def _rows_of(bounds: Tensor, count: int, tile: int) -> Tensor:
-    """The table of tiles, made where it is wanted: of a large model the host would take a second and half a GiB."""
+    """Make the table of tiles on the device: for a large model the host would need a second and half a GiB."""
     places = torch.arange(count, dtype=torch.int64, device=bounds.device)
     runs = torch.searchsorted(bounds[1:], places, right=True)
     return torch.stack([runs, places.sub_(bounds[runs]).mul_(tile)], dim=1).view(-1)
@@ -90,26 +88,26 @@ def _rows_of(bounds: Tensor, count: int, tile: int) -> Tensor:
 
 @lru_cache(maxsize=_KEPT_TILINGS)
 def tiles_of(lengths: Row, tile: int, device: torch.device) -> Tiles:
-    """Tiles of ``tile`` elements for runs of these lengths, from the last time if they are still kept."""
+    """Return tiles of ``tile`` elements for runs of these lengths, kept from an earlier call if there was one."""
     return Tiles(lengths, tile, device)
 
 
 def addresses(
     tensors: Sequence[Tensor], dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> list[int]:
-    """Where contiguous tensors begin.
+    """Return the addresses of contiguous tensors.
 
     Raises:
-        ValueError: If one is not of the type, not contiguous, or not on the device, the first one's by default.
+        ValueError: A tensor has another type, is not contiguous, or is not on the device, by default the first one's.
     """
     if tensors and {tensor.device for tensor in tensors} != {device or tensors[0].device}:
-        found = sorted({str(tensor.device) for tensor in tensors})
+        names = sorted({str(tensor.device) for tensor in tensors})
         raise ValueError(
-            f"a kernel takes tensors of one device, {device or tensors[0].device}, but got some of {', '.join(found)}; "
+            f"a kernel takes tensors of one device, {device or tensors[0].device}, but got some of {', '.join(names)}; "
             "keep weights, gradients and states on one device"
         )
     if not ({tensor.dtype for tensor in tensors} <= {dtype} and all(map(Tensor.is_contiguous, tensors))):
-        tensor = next(each for each in tensors if each.dtype != dtype or not each.is_contiguous())
+        tensor = next(unfit for unfit in tensors if unfit.dtype != dtype or not unfit.is_contiguous())
         raise ValueError(
             f"the Triton kernels take contiguous {dtype} tensors here, got {tensor.dtype} with strides "
             f"{tensor.stride()}; use the plain functions for others"
@@ -118,7 +116,7 @@ def addresses(
 
 
 def lengths_of(tensors: Sequence[Tensor]) -> Row:
-    """Elements of each."""
+    """Return the number of elements of each tensor."""
     planned = tensors.as_planned if isinstance(tensors, RunViews) else None
     return tuple(tensor.numel() for tensor in tensors) if planned is None else planned[1].lengths
 
@@ -127,19 +125,19 @@ _Columns = tuple[tuple[RunPlan, Row, int], ...]
 
 
 class PlannedColumns(Protocol):
-    """Further integers of planned runs; the same object for the same ones."""
+    """What computes further integers of planned runs; there is one object for one set of runs."""
 
     def columns(self, base: int, itemsize: int) -> Sequence[Sequence[int]]:
-        """They, one list for each of them; from where some memory begins, and bytes of an element in it."""
+        """Return lists with an integer per run, for a memory that begins at ``base``; elements have so many bytes."""
 
 
 class Extras(NamedTuple):
     """Further integers of runs, which follow from where some memory begins.
 
     Attributes:
-        plan: Knows them.
-        base: Where the memory begins.
-        itemsize: Bytes of an element in it.
+        plan: Computes the integers.
+        base: Address at which the memory begins.
+        itemsize: Bytes of an element in the memory.
     """
 
     plan: PlannedColumns
@@ -148,27 +146,27 @@ class Extras(NamedTuple):
 
     @property
     def columns(self) -> Sequence[Sequence[int]]:
-        """One list for each of them."""
+        """Lists with an integer per run."""
         return self.plan.columns(self.base, self.itemsize)
 
 
 def _bases_of(
     fields: Sequence[Sequence[Tensor]], types: Sequence[torch.dtype], device: torch.device
 ) -> _Columns | None:
-    """Plan of each field, where its flat tensors begin, and bytes of an element; None if one has no plan."""
-    found = []
+    """Return each field's plan, addresses of flat tensors and bytes of an element; None if a field has no plan."""
+    columns = []
     for field, dtype in zip(fields, types, strict=True):
         planned = field.as_planned if isinstance(field, RunViews) else None
         if planned is None or planned[1].has_gaps:
             return None
         flats, plan = planned
-        found.append((plan, tuple(addresses(flats, dtype, device)), dtype.itemsize))
-    return tuple(found)
+        columns.append((plan, tuple(addresses(flats, dtype, device)), dtype.itemsize))
+    return tuple(columns)
 
 
 @lru_cache(maxsize=KEPT_TABLES)
 def planned_table(columns: _Columns, extras: Extras | None, device: torch.device) -> Table:
-    """The table of planned runs, found again by where the flat tensors begin, however many runs there are."""
+    """Make the table of planned runs; it is found again by the few addresses of the flat tensors."""
     places = (plan.addresses(bases, size) for plan, bases, size in columns)
     further = () if extras is None else extras.columns
     return Table(tuple(chain.from_iterable(zip(*places, columns[0][0].lengths, *further, strict=True))), device)
@@ -180,7 +178,7 @@ class Runs:
     Args:
         fields: Lists of contiguous 1-D tensors, one list per field and one tensor per run.
         tile: Elements per program.
-        extras: Lists of further integers, one per run; or what is known of them.
+        extras: Lists of further integers, one per run; or the plan that computes them.
         types: Types of the fields; None: all are fp32.
 
     Attributes:
@@ -189,10 +187,10 @@ class Runs:
         bounds: (runs + 1) int64: first program of each run.
         count: Number of programs.
         runs: Number of runs.
-        device: Device of all of them.
+        device: Device of all fields.
 
     Raises:
-        ValueError: If the lists differ in length, or the tensors of a run do; or a tensor is of another kind.
+        ValueError: The lists differ in length, or the tensors of a run do; or a tensor is not as ``fields`` asks.
     """
 
     def __init__(
@@ -208,12 +206,12 @@ class Runs:
                 raise ValueError("every field of a launch needs one tensor per run, as long as those of the others")
         self.runs = len(lengths)
         self.device = fields[0][0].device if lengths else torch.device("cpu")
-        known = types or [torch.float32] * len(fields)
+        dtypes = types or [torch.float32] * len(fields)
         further = extras if isinstance(extras, Extras) else None
-        planned = _bases_of(fields, known, self.device) if further or not extras else None
+        planned = _bases_of(fields, dtypes, self.device) if further or not extras else None
         if planned is None or graphs.is_capturing(self.device):
             columns = extras.columns if isinstance(extras, Extras) else extras
-            rows = zip(*map(addresses, fields, known, repeat(self.device)), lengths, *columns, strict=True)
+            rows = zip(*map(addresses, fields, dtypes, repeat(self.device)), lengths, *columns, strict=True)
             self.table = table_here(tuple(chain.from_iterable(rows)), self.device)
         else:
             self.table = planned_table(planned, further, self.device).here()
@@ -221,15 +219,15 @@ class Runs:
         self.tiles, self.bounds, self.count = tiles.rows, tiles.bounds, tiles.count
 
     def partial_sums(self, quantities: int) -> Tensor:
-        """(programs, quantities) fp64, for :func:`run_sums`; each program writes its own row."""
+        """Return (programs, quantities) fp64 for :func:`run_sums`, of which each program writes its own row."""
         return torch.empty(self.count, quantities, dtype=torch.float64, device=self.device)
 
 
 def run_sums(runs: Runs, partials: Tensor) -> Tensor:
-    """Add the programs' partial sums up, always in the same order: no atomics.
+    """Add up the programs' partial sums in a fixed order, without atomics.
 
     Args:
-        runs: Runs of the launch that wrote them.
+        runs: Runs of the launch that wrote the sums.
         partials: (programs, quantities) fp64.
 
     Returns:
@@ -260,9 +258,9 @@ def _sum_kernel(
 
 @jit
 def lanes_of(LANES: tl.constexpr) -> tl.tensor:
-    """Places in a tile, (LANES / 4, 4): a thread takes four side by side, 16 bytes in fp32, of whatever type they are.
+    """Return the places of a tile, (LANES / 4, 4): a thread takes four neighbours, 16 bytes in fp32, of every field.
 
-    In one dimension it would take 16 bytes of the narrowest field, and accesses to the wider ones would be scattered.
+    In one dimension it would take 16 bytes of the narrowest field, and its accesses to wider fields would be scattered.
     """
     return tl.arange(0, LANES // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
 
@@ -271,13 +269,13 @@ def lanes_of(LANES: tl.constexpr) -> tl.tensor:
 def place_of(
     row: tl.tensor, FIELD: tl.constexpr, start: tl.tensor, FAST: tl.constexpr, ELEMENT: tl.constexpr = tl.float32
 ) -> tl.tensor:
-    """Where a tile of a field begins. FAST: at a multiple of 16 bytes, and it is full: wide accesses are possible."""
+    """Return where a tile of a field begins. FAST promises a full tile at a multiple of 16 bytes, for wide accesses."""
     return moved(tl.load(row + FIELD).to(tl.pointer_type(ELEMENT)), start, FAST)
 
 
 @jit
 def moved(place: tl.tensor, by: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """So many elements further, which are a multiple of 16 bytes if FAST."""
+    """Return the address ``by`` elements further, which are a multiple of 16 bytes if FAST."""
     if FAST:
         return tl.multiple_of(place + by, 16)
     else:
@@ -286,7 +284,7 @@ def moved(place: tl.tensor, by: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
 
 @jit
 def read(place: tl.tensor, lanes: tl.tensor, inside: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """A tile of a field."""
+    """Return a tile of a field."""
     if FAST:
         return tl.load(place + lanes)
     else:

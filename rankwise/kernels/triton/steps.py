@@ -1,8 +1,8 @@
-"""Passes and norms on many runs, on the device: one launch for a pass whatever the number of runs, two for norms.
+"""A pass over many runs takes one launch on the device, and norms take two, whatever the number of runs.
 
-Bytes per element (fp32): a pass reads and writes the fields of its rule once (:data:`rankwise.kernels.passes.FIELDS`,
-the gradient and a reference that does not advance read only). Narrow states are opened and kept again in registers:
-what goes through memory are their codes.
+A pass reads and writes the fields of its rule (:data:`rankwise.kernels.passes.FIELDS`) once, and only reads the
+gradient and a reference that does not advance. Narrow states are opened and encoded again in registers: only their
+codes go through memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["number", "number_of", "one_per_run", "run", "squared_norms", "step_s
 
 TILE = 2048
 PASS_TILE, TILES = 512, 16
-"""Elements of a tile of a pass, and tiles that a program takes: it reads the tables once."""
+"""Elements of a tile of a pass, and tiles of a program, which reads the tables once for all of them."""
 
 _WARPS = 4
 _SHARED: tl.constexpr = tl.constexpr(BLOCK)
@@ -35,11 +35,11 @@ def run(update: Pass, scale: float = 1.0) -> None:
     """Do a pass, in place.
 
     Args:
-        update: Its tensors are contiguous fp32 runs; gradients may be narrower, states and references narrow.
-        scale: Scale of a "step": what its directions are multiplied by.
+        update: Pass over contiguous fp32 runs; gradients may be bfloat16 or float16, states and references narrow.
+        scale: Factor of the directions of a "step".
 
     Raises:
-        ValueError: One is of another kind, or the lists do not fit together.
+        ValueError: A tensor is of another kind, or the lists do not fit together.
     """
     if not are_alike(update.fields):
         run_opened(update, run)
@@ -79,7 +79,7 @@ def run(update: Pass, scale: float = 1.0) -> None:
         BLOCK=PASS_TILE,
         TILES=TILES,
         num_warps=_WARPS,
-        # Or a pass over codes would not round as one over what they stand for.
+        # With fused multiplications a pass over codes would not round like a pass over what they stand for.
         enable_fp_fusion=False,
     )
 
@@ -88,15 +88,15 @@ def squared_norms(tensors: Tensors, references: Field | None, k: float) -> Tenso
     """Squared 2-norm of every run, or of ``g + k (g - h)``, in fp64, summed in a fixed order.
 
     Args:
-        tensors: Contiguous fp32 runs, at least one.
-        references: ``h``, if any; in fp32, or narrow.
-        k: As in a pass.
+        tensors: Contiguous fp32 runs ``g``, at least one.
+        references: Runs ``h`` to compare with, in fp32 or narrow; or None.
+        k: Factor of the change since the reference.
 
     Returns:
-        (n,) fp64 on their device.
+        (n,) fp64 on the device of the runs.
 
     Raises:
-        ValueError: If a tensor is of another kind.
+        ValueError: A tensor is of another kind.
     """
     lists: dict[str, Field] = {"grad": tensors}
     if references is not None:
@@ -123,10 +123,10 @@ def squared_norms(tensors: Tensors, references: Field | None, k: float) -> Tenso
 
 
 def one_per_run(values: Tensor | None, runs: Runs) -> Tensor:
-    """Factors of the runs as a kernel reads them; something to point to where there are none.
+    """Return factors of the runs as a kernel reads them; where there are none, a tensor that it will not read.
 
     Raises:
-        ValueError: If there is not one factor per run.
+        ValueError: There is not one factor per run.
     """
     if values is None:
         return runs.table
@@ -136,17 +136,17 @@ def one_per_run(values: Tensor | None, runs: Runs) -> Tensor:
 
 
 def step_scale(value: Scalar, runs: Runs) -> float | Tensor:
-    """What a kernel takes for a number that follows from the step's: a float, or one for each run.
+    """Return a kernel's argument for a number that depends on the step: a float, or a tensor with one for each run.
 
     Raises:
-        ValueError: If there is not one number per run.
+        ValueError: There is not one number per run.
     """
     return one_per_run(value, runs) if isinstance(value, Tensor) else float(value)
 
 
 @jit
 def number(value: tl.tensor, ON_DEVICE: tl.constexpr) -> tl.tensor:
-    """A float argument, or what lies at the address if it is a tensor."""
+    """Return a float argument, or the element of a 0-d tensor."""
     if ON_DEVICE:
         return tl.load(value)
     else:
@@ -155,7 +155,7 @@ def number(value: tl.tensor, ON_DEVICE: tl.constexpr) -> tl.tensor:
 
 @jit
 def number_of(value: tl.tensor, index: tl.tensor, ON_DEVICE: tl.constexpr) -> tl.tensor:
-    """A float argument, or the number of a run or matrix if it is a tensor of them."""
+    """Return a float argument, or the element for a run or matrix of a tensor."""
     if ON_DEVICE:
         return tl.load(value + index)
     else:
@@ -174,7 +174,7 @@ def norm_kernel(
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Squares of the gradient, or of the corrected one where there are two fields; one partial sum per tile."""
+    """Sum the squares of a tile of the gradient, which is corrected where there is a reference."""
     program = tl.program_id(0).to(tl.int64)
     row = table + tl.load(tiles + 2 * program) * (FIELDS + 1 + EXTRAS)
     start = tl.load(tiles + 2 * program + 1)
@@ -210,7 +210,7 @@ def _norm_tile(
 
 @jit
 def _kept(weight: tl.tensor, direction: tl.tensor, keep: tl.tensor, CAUTIOUS: tl.constexpr) -> tl.tensor:
-    """What decay leaves of a weight; cautious decay spares those that step away from zero."""
+    """Return what decay leaves of a weight; cautious decay spares weights that step away from zero."""
     if CAUTIOUS:
         opposed = ((direction < 0.0) & (weight > 0.0)) | ((direction > 0.0) & (weight < 0.0))
         return tl.where(opposed, weight, weight * keep)
@@ -258,7 +258,7 @@ def update_kernel(
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
 ) -> None:
-    """The update of some tiles; RULE: 0 momentum only, 1 Lion, 2 AdamW, 3 a step along the gradient, 4 Nesterov's."""
+    """Update some tiles; RULE is 0 momentum only, 1 Lion, 2 AdamW, 3 a step along the gradient, 4 Nesterov's."""
     program = tl.program_id(0).to(tl.int64)
     run = tl.load(tiles + 2 * program)
     row = table + run * (FIELDS + 1 + EXTRAS)
@@ -299,11 +299,11 @@ def _update_tiles(
     REFERENCE_RANDOM: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    """Fields: gradient, momentum, then weight or what is written, second moment (AdamW), reference, as there are."""
+    """Update tiles of a run; its fields are gradient, momentum, weight, second moment, reference, or some of these."""
     lanes = lanes_of(BLOCK)
-    # Addresses are read once: the compiler cannot know that what is stored are not they.
+    # Addresses are read before the loop: the compiler cannot know that no store of it overwrites them.
     grads, first_block = place_of(row, 0, start, FAST, GRAD), start // _SHARED
-    # Of a step the first field is the weight.
+    # A step has no momentum, and its weight takes that place.
     weights = place_of(row, 1 if RULE == 3 else 2, start, FAST)
     momenta = place_of(row, 1, start, FAST, EXP_AVG)
     seconds = place_of(row, 3 if RULE == 2 else 0, start, FAST, EXP_AVG_SQ)
@@ -315,7 +315,7 @@ def _update_tiles(
     for offset in range(0, end, BLOCK):
         here = start + offset
         inside, blocks, block = here + lanes < length, blocks_inside(here, length, BLOCK), offset // _SHARED
-        # Everything is read before anything is written: no load waits behind a store.
+        # Everything is read before anything is written, so that no load waits behind a store.
         value = read(moved(grads, offset, FAST), lanes, inside, FAST).to(tl.float32)
         if CORRECT:
             grad = value
@@ -347,7 +347,7 @@ def _update_tiles(
             store(moved(momenta, offset, FAST), exponents1 + block, blocks, momentum, lanes, inside, noise, BLOCK, FAST,
                   EXP_AVG, EXP_AVG_AT, EXP_AVG_RANDOM)
             if RULE == 1 or RULE == 4:
-                # Of a share of 0 the momentum itself, infinite or not.
+                # A share of 0 leaves the momentum as it is; 0 times an infinite difference would be NaN.
                 momentum = tl.where(share == 0.0, momentum, momentum + share * (value - momentum))
             direction = momentum
             if RULE == 1:
@@ -357,7 +357,7 @@ def _update_tiles(
                 noise = noise_of(row, EXP_AVG_SQ_AT, count, here, lanes, EXP_AVG_SQ_RANDOM)
                 store(moved(seconds, offset, FAST), exponents2 + block, blocks, second, lanes, inside, noise, BLOCK,
                       FAST, EXP_AVG_SQ, EXP_AVG_SQ_AT, EXP_AVG_SQ_RANDOM)
-                # Rounded correctly: the fast root flushes denormal second moments to zero.
+                # The root is rounded correctly, because the fast one flushes denormal second moments to zero.
                 value = rate * tl.div_rn(momentum, tl.sqrt_rn(second) * root_scale + eps)
         if RULE == 4:
             write(moved(weights, offset, FAST), direction, lanes, inside, FAST)

@@ -1,8 +1,7 @@
-r"""Newton-Schulz with symmetric products: half the work of ``X X^T`` and of ``b A + c A^2``.
+r"""Newton-Schulz iterations do half the work of the symmetric products ``X X^T`` and ``b A + c A^2``.
 
-Both results are symmetric, so that only the tiles on and below the diagonal are computed and the others mirrored:
-``3 m^2 n + m^3`` operations per step rather than ``4 m^2 n + 2 m^3``. Offsets are 64-bit: a stack may have more than
-2^31 elements.
+Only the tiles on and below the diagonal are computed, and the others mirrored: a step takes ``3 m^2 n + m^3``
+operations rather than ``4 m^2 n + 2 m^3``. Offsets have 64 bits, so that a stack may have more than 2^31 elements.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ def newton_schulz(
     *,
     timed: bool = False,
 ) -> Tensor:
-    """As :func:`rankwise.updates.newton_schulz.newton_schulz`, three products per step of which two are half ones.
+    """Orthogonalise as :func:`rankwise.updates.newton_schulz.newton_schulz` does, with two of three products halved.
 
     Args:
         matrix: (..., m, n).
         steps: Iterations, at least 1.
-        dtype: Type of the products, accumulated in float32; None that of ``matrix``.
-        eps: Added to the norm.
+        dtype: Type of the products, which are accumulated in float32; None: the type of ``matrix``.
+        eps: Number added to the norm.
         coefficients: Name of the polynomials.
-        timed: See :func:`.chosen_products.chosen`.
+        timed: Whether the products may be timed, as :func:`.chosen_products.chosen` says.
 
     Returns:
         (..., m, n) in the dtype of ``matrix``.
 
     Raises:
-        ValueError: If there are fewer than two dimensions, the products are to be in another type than bfloat16,
-            float16 and float32, or ``steps`` is below 1 or not among those of ``coefficients``.
+        ValueError: There are fewer than two dimensions, the type of the products is none of bfloat16, float16 and
+            float32, or ``steps`` is below 1 or not among those of ``coefficients``.
     """
     dtype = matrix.dtype if dtype is None else dtype
     if matrix.ndim < 2 or dtype not in _DTYPES or steps < 1:
@@ -60,14 +59,14 @@ def newton_schulz(
     stack = matrix.reshape(-1, *matrix.shape[-2:])
     wide_enough = stack if stack.dtype in (torch.float32, torch.float64) else stack.float()
     norm = torch.linalg.vector_norm(wide_enough, dim=(-2, -1), keepdim=True)
-    # The start is kept by nothing but the iteration.
+    # The list is emptied below, so that only the iteration holds its start, and its memory is freed sooner.
     start = [(wide_enough / (norm + eps)).to(dtype).contiguous()]
     products = chosen(HALVED, start[0], tall, timed)
     return orthogonalise(start.pop(), table, products, tall).to(matrix.dtype).reshape(matrix.shape)
 
 
 def symmetric_product(x: Tensor) -> Tensor:
-    """``X X^T`` of every matrix of a stack, exactly symmetric.
+    """Return ``X X^T`` of every matrix of a stack, exactly symmetric.
 
     Args:
         x: (b, m, n), any strides, bfloat16, float16 or float32.
@@ -79,7 +78,7 @@ def symmetric_product(x: Tensor) -> Tensor:
 
 
 def symmetric_polynomial(gram: Tensor, linear: float, square: float) -> Tensor:
-    """``linear A + square A^2`` of symmetric matrices, exactly symmetric.
+    """Return ``linear A + square A^2`` of symmetric matrices, exactly symmetric.
 
     Args:
         gram: ``A`` (b, m, m), contiguous.
@@ -93,14 +92,14 @@ def symmetric_polynomial(gram: Tensor, linear: float, square: float) -> Tensor:
 
 
 HALVED = Products(symmetric_product, symmetric_polynomial, 0.5)
-"""With half the work."""
+"""Products that take half the work."""
 
 
 def _product(x: Tensor, addend: Tensor | None, alpha: float, beta: float) -> Tensor:
     batch, rows, columns = x.shape
     out = torch.empty(batch, rows, rows, dtype=x.dtype, device=x.device)
     single = x.dtype == torch.float32
-    # In full precision the products run on the ordinary units, whose accumulators fill the registers sooner.
+    # Products in float32 run without tensor cores, and their accumulators fill the registers sooner.
     block, depth, warps, stages = (64, 32, 4, 3) if single else (128, 64, 8, 3)
     tiles = ceil_div(rows, block)
     launch(
@@ -168,7 +167,7 @@ def _symmetric_kernel(
             value += beta * tl.load(addend + place, mask=inside, other=0.0).to(tl.float32)
         value = value.to(out.dtype.element_ty)
         if beside == below:
-            # The tile is its own mirror image, whatever order the products were summed in.
+            # A tile on the diagonal is made exactly symmetric, whatever the order of its sums.
             value = tl.where(first[:, None] >= second[None, :], value, tl.trans(value))
         tl.store(out + place, value, mask=inside)
         if beside < below:

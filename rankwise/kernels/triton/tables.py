@@ -1,8 +1,8 @@
-"""Small tables of integers on the device: uploaded once, without waiting, and usable from any stream.
+"""Small tables of integers lie on the device, are uploaded once without waiting, and serve every stream.
 
-A graph must not read what is uploaded while it is captured: the host's copy may be gone at a replay. There tables of
-addresses are written by kernels that have the integers as arguments, and belong to the graph; the long tables of tiles
-must have been made before, and stay for good.
+A graph must not read what is uploaded while it is captured, because the host's copy may be gone at a replay. In a
+capture, kernels that have the integers as arguments write the tables of addresses, which belong to the graph. The long
+tables of tiles must have been made before, and are never freed.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from rankwise.kernels import graphs
 
 __all__ = ["KEPT_TABLES", "Row", "Table", "table_here", "table_of"]
 
-# A step of MARS-M on 7 B parameters has 260, which come in turn: with fewer places none would be found again.
+# A step of MARS-M on 7 B parameters has 260 tables in turn; with fewer places than that none would be found again.
 KEPT_TABLES = 2048
 
 Row = tuple[int, ...]
 
 _in_graphs: set[Table] = set()
-"""Tables that a graph may read: how long it lives is not known here."""
+"""Tables that a graph may read. They are never freed, because nobody says how long a graph lives."""
 
 
 class Table:
-    """Integers on a device.
+    """A table of integers on a device.
 
     Args:
-        values: The integers; a tensor of them is there already, made on the current stream.
-        device: Where they are wanted.
+        values: The integers; a tensor of them must lie on the device, made on the current stream.
+        device: Device of the table.
 
     Raises:
-        RuntimeError: If the stream is being captured: a replay would read host memory that may be gone by then.
+        RuntimeError: The stream is being captured: a replay would read host memory that may be gone by then.
     """
 
     def __init__(self, values: Row | Tensor, device: torch.device) -> None:
@@ -49,9 +49,9 @@ class Table:
         self._ready.add(stream.cuda_stream)
 
     def here(self) -> Tensor:
-        """The table, for work on the current stream."""
+        """Return the table for work on the current stream, which waits for the upload where it must."""
         if graphs.is_capturing(self._table.device):
-            # Entering a capture waits for the device, so that a captured stream has nothing to wait for.
+            # A capture begins by waiting for the device, so that a captured stream has nothing to wait for.
             _in_graphs.add(self)
         elif self._uploaded is not None:
             stream = torch.cuda.current_stream(self._table.device)
@@ -66,18 +66,18 @@ def _uploaded(values: Row, device: torch.device) -> Tensor:
     host = torch.tensor(values, dtype=torch.int64, device="cpu")
     if device.type != "cuda":
         return host.to(device)
-    # The host's allocator keeps pinned memory until the copy has been made.
+    # Pinned memory may be dropped here: its allocator keeps it until the copy has been made.
     return host.pin_memory().to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=KEPT_TABLES)
 def table_of(values: Row, device: torch.device) -> Table:
-    """The table of these integers, from the last time if it is still kept."""
+    """Return the table of these integers, kept from an earlier call if there was one."""
     return Table(values, device)
 
 
 def table_here(values: Row, device: torch.device) -> Tensor:
-    """A table of addresses, for work on the current stream; in a capture one that the graph itself writes."""
+    """Return a table of addresses for work on the current stream; in a capture, one that the graph itself writes."""
     if not graphs.is_capturing(device):
         return table_of(values, device).here()
     table = torch.zeros(len(values), dtype=torch.int64, device=device)

@@ -1,1 +1,1 @@
-"""LDAdam's Triton kernels: moments of one stack, whole matrices where they lie (``grouped``), the step on shards."""
+"""LDAdam's Triton kernels serve moments of a stack, whole matrices where they lie (``grouped``), steps on shards."""

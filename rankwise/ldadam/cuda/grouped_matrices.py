@@ -1,7 +1,7 @@
-r"""LDAdam's step on whole matrices where they lie, many at once: the host waits for nothing.
+r"""LDAdam steps many whole matrices at once where they lie, and the host waits for nothing.
 
-What is large is read where it is, by kernels that serve all matrices of a shape in one launch; the small problems of
-all shapes, r x r, are solved together. A basis that cannot be factored stays what it was, which only the device knows.
+Kernels that serve all matrices of a shape in one launch read what is large where it is; the small problems of all
+shapes, r x r, are solved together. A basis that cannot be factored stays as it was, and only the device knows it.
 
 Bytes (fp32) per element: 12 for the sum with the gradient, 12 for three products, 16 for weight and error buffer, and
 about 22 per element of (r, n).
@@ -33,10 +33,10 @@ def takes_matrices(rank: int, *tensors: Tensor, error: Tensor | None = None) -> 
     Args:
         rank: Rank of the subspace.
         tensors: Weights, gradients, states: contiguous and float32.
-        error: An error buffer of its own, contiguous, in float32 or bfloat16.
+        error: An error buffer outside the gradient's memory, contiguous, in float32 or bfloat16; None: there is none.
     """
-    known = error is None or (error.dtype in (torch.float32, torch.bfloat16) and error.is_contiguous())
-    if not known or rank > MAX_RANK:
+    error_fits = error is None or (error.dtype in (torch.float32, torch.bfloat16) and error.is_contiguous())
+    if not error_fits or rank > MAX_RANK:
         return False
     for tensor in tensors:
         if tensor.dtype != torch.float32 or not tensor.is_contiguous():
@@ -48,33 +48,33 @@ def ldadam_matrices_(jobs: Sequence[LowRankStep], precision: str) -> InPlace:
     """Step matrices.
 
     Args:
-        jobs: The matrices; :func:`takes_matrices` must say yes to the tensors of each.
-        precision: That of the products, as :func:`rankwise.ldadam.cuda.grouped_products.grouped_product_` takes it.
+        jobs: Matrices whose tensors :func:`takes_matrices` accepts.
+        precision: Precision of the products, in :func:`rankwise.ldadam.cuda.grouped_products.grouped_product_`'s words.
     """
     late = [job for job in jobs if job.gradient is not None]
     add_([job.source for job in late], [job.gradient for job in late if job.gradient is not None])
-    found = [_step_together(families, precision) for families in _calls(jobs)]
-    rotation, kept = (torch.stack(list(values)).sum() for values in zip(*found, strict=True))
+    rotations_and_kept = [_step_together(families, precision) for families in _calls(jobs)]
+    rotation, kept = (torch.stack(list(values)).sum() for values in zip(*rotations_and_kept, strict=True))
     return InPlace([], rotation, kept)
 
 
 def _calls(jobs: Sequence[LowRankStep]) -> Iterator[list[_Family]]:
-    """Families of one rank that are computed together."""
+    """Yield families of one rank that are computed together."""
 
     def sign(job: LowRankStep) -> tuple[Any, ...]:
         return job.state["basis"].shape[1], job.shape, job.step, id(job.group)
 
     together: list[_Family] = []
     elements = 0
-    found: dict[tuple[Any, ...], list[LowRankStep]] = {}
+    jobs_by_sign: dict[tuple[Any, ...], list[LowRankStep]] = {}
     for job in jobs:
-        found.setdefault(sign(job), []).append(job)
-    for key in sorted(found):
-        alike = found[key]
-        rank, size = alike[0].state["basis"].shape[1], alike[0].state["exp_avg"].numel()
+        jobs_by_sign.setdefault(sign(job), []).append(job)
+    for key in sorted(jobs_by_sign):
+        same_sign = jobs_by_sign[key]
+        rank, size = same_sign[0].state["basis"].shape[1], same_sign[0].state["exp_avg"].numel()
         chunk = max(1, ELEMENTS_AT_ONCE // size)
-        for first in range(0, len(alike), chunk):
-            family = _Family(alike[first : first + chunk])
+        for first in range(0, len(same_sign), chunk):
+            family = _Family(same_sign[first : first + chunk])
             if together and (together[0].rank != rank or elements + family.elements > ELEMENTS_AT_ONCE):
                 yield together
                 together, elements = [], 0
@@ -88,9 +88,9 @@ class _Family:
     """Matrices of one shape, param group and step.
 
     Attributes:
-        rank: r.
-        elements: Elements of all their coordinates.
-        place: Where they are among those that are computed together.
+        rank: Rank r of the subspace.
+        elements: Number of elements of all coordinates (r, n).
+        place: Places of the matrices among those that are computed together.
     """
 
     def __init__(self, jobs: list[LowRankStep]) -> None:
@@ -105,24 +105,24 @@ class _Family:
         self.feedback: bool = group["error_feedback"]
         weights = basis_weights(self.step, group["betas"][0], group["rho"], self.feedback)
         self.weights = float(weights[0]), float(weights[1])
-        # C (m, n), U (m, r) and M (r, n), each where it lies.
+        # The operands C (m, n), U (m, r) and M (r, n) are read where they lie.
         strides = (1, self.short) if first.right else (self.long, 1)
         self.matrix = Operand(tuple(job.source.data_ptr() for job in jobs), strides)
         self.basis = Operand(tuple(job.state["basis"].data_ptr() for job in jobs), (self.rank, 1))
         self.momentum = Operand(tuple(job.state["exp_avg"].data_ptr() for job in jobs), (self.long, 1))
 
     def empty(self, *shape: int) -> Tensor:
-        """A stack for a small matrix each."""
+        """Return an empty stack with a small matrix for each job."""
         return torch.empty(len(self.jobs), *shape, dtype=torch.float32, device=self.jobs[0].weight.device)
 
 
 def _rows(stack: Tensor) -> Operand:
-    """The entries of a stack, which a solver may have stored by columns."""
+    """Return the entries of a stack, which a solver may have stored by columns, as an operand."""
     return Operand(places_of(stack), (stack.stride(-2), stack.stride(-1)))
 
 
 def _step_together(families: Sequence[_Family], precision: str) -> tuple[Tensor, Tensor]:
-    """Step the matrices of some families of one rank; what is left of their subspaces, and how many keep theirs."""
+    """Step families of one rank, and return the sum of their bases' rotations and how many bases stay as they were."""
     count = 0
     for family in families:
         family.place = slice(count, count + len(family.jobs))
@@ -138,22 +138,26 @@ def _step_together(families: Sequence[_Family], precision: str) -> tuple[Tensor,
     del coordinates
     lower, failed_image = _scaled_factor(families, images, grams, lambda y: _rows(y).turned, -2, precision)
     bases = [_solved(lower[family.place], y) for family, y in zip(families, images, strict=True)]
-    for family, found in zip(families, bases, strict=True):
-        grouped_product_(grams[family.place], _rows(found).turned, _rows(found), family.short, precision=precision)
+    for family, candidate in zip(families, bases, strict=True):
+        grouped_product_(
+            grams[family.place], _rows(candidate).turned, _rows(candidate), family.short, precision=precision
+        )
     lower, failed_again = triangular_factor(grams, MIN_SECOND_DIAGONAL)
     failed = failed | failed_image | failed_again
-    rotations = grams  # Its memory: nobody needs the products any more.
-    for family, found in zip(families, bases, strict=True):
-        _finish(family, _solved(lower[family.place], found), failed[family.place], rotations[family.place], precision)
+    rotations = grams  # The memory is used again, as nobody needs the products any more.
+    for family, candidate in zip(families, bases, strict=True):
+        _finish(
+            family, _solved(lower[family.place], candidate), failed[family.place], rotations[family.place], precision
+        )
     return count - rotations.square().sum() / rank, failed.sum()
 
 
 def _coordinates(family: _Family, precision: str) -> Tensor:
-    """``X^T = w_C U^T C + w_M M`` (b, r, n)."""
-    found = family.empty(family.rank, family.long)
+    """Return ``X^T = w_C U^T C + w_M M`` (b, r, n)."""
+    coordinates = family.empty(family.rank, family.long)
     alpha, beta = family.weights
     grouped_product_(
-        found,
+        coordinates,
         family.basis.turned,
         family.matrix,
         family.short,
@@ -162,36 +166,36 @@ def _coordinates(family: _Family, precision: str) -> Tensor:
         added=family.momentum.places,
         precision=precision,
     )
-    return found
+    return coordinates
 
 
 def _image(family: _Family, x: Tensor, precision: str) -> Tensor:
-    """``Y = w_C C X + w_M U (M X)`` (b, m, r) of ``X^T`` (b, r, n)."""
-    small, found = family.empty(family.rank, family.rank), family.empty(family.short, family.rank)
+    """Return ``Y = w_C C X + w_M U (M X)`` (b, m, r) for ``X^T`` (b, r, n)."""
+    small, image = family.empty(family.rank, family.rank), family.empty(family.short, family.rank)
     alpha, beta = family.weights
     columns = _rows(x).turned
     grouped_product_(small, family.momentum, columns, family.long, precision=precision)
-    grouped_product_(found, family.basis, _rows(small), family.rank, precision=precision)
+    grouped_product_(image, family.basis, _rows(small), family.rank, precision=precision)
     grouped_product_(
-        found,
+        image,
         family.matrix,
         columns,
         family.long,
         alpha=alpha,
         beta=beta,
-        added=places_of(found),
+        added=places_of(image),
         precision=precision,
     )
-    return found
+    return image
 
 
 def _scaled_factor(
     families: Sequence[_Family], stacks: Sequence[Tensor], grams: Tensor, operand: Any, axis: int, precision: str
 ) -> tuple[Tensor, Tensor]:
-    """Factors of the Gram matrices, for columns as they are but made of scaled ones; and where they are no use.
+    """Return Cholesky factors of the Gram matrices, and which of them failed.
 
-    Scaling columns to a largest entry of one keeps squares in range and makes graded columns harmless, see
-    :func:`rankwise.updates.orthonormal.cholesky_qr`.
+    They are computed from scaled columns and scaled back. A largest entry of one keeps squares in range and makes
+    graded columns harmless, as in :func:`rankwise.updates.orthonormal.cholesky_qr`.
     """
     peaks = torch.empty(grams.shape[:2], dtype=torch.float32, device=grams.device)
     for family, stack in zip(families, stacks, strict=True):
@@ -207,21 +211,21 @@ def _scaled_factor(
     return lower * peaks.unsqueeze(-1), failed
 
 
-# Solvers go by columns: what is handed to them so they need not turn before, and give back as it is wanted.
+# Solvers work by columns. Operands that are passed transposed are not copied, and come back as they are needed.
 
 
 def _solved(lower: Tensor, y: Tensor) -> Tensor:
-    """``Y L^-T`` (b, m, r)."""
+    """Return ``Y L^-T`` (b, m, r)."""
     return torch.linalg.solve_triangular(lower, y.mT, upper=False).mT
 
 
 def _solved_across(lower: Tensor, x: Tensor) -> Tensor:
-    """``L^-1 X^T`` (b, r, n)."""
+    """Return ``L^-1 X^T`` in the transposed layout of ``x`` (b, r, n)."""
     return torch.linalg.solve_triangular(lower.mT, x.mT, upper=True, left=False).mT
 
 
 def _finish(family: _Family, basis: Tensor, failed: Tensor, rotation: Tensor, precision: str) -> None:
-    """Moments, states, weights and error buffers, now that there is a basis (b, m, r)."""
+    """Update moments, states, weights and error buffers with the new basis (b, m, r)."""
     jobs, group = family.jobs, family.group
     keep_(basis, family.basis.places, failed)
     new = _rows(basis).turned
@@ -251,5 +255,5 @@ def _finish(family: _Family, basis: Tensor, failed: Tensor, rotation: Tensor, pr
         cols=jobs[0].shape[1],
         right=jobs[0].right,
         lr=group["lr"],
-        weight_decay=0.0,  # applied before
+        weight_decay=0.0,  # weights have decayed already
     )

@@ -1,7 +1,7 @@
-r"""LDAdam's moments where they lie: rotated, advanced and turned into a direction, for many matrices in one launch.
+r"""One launch rotates and advances LDAdam's moments where they lie, and writes directions, for many matrices.
 
 Bytes (fp32) per element of (r, n): 12 read and 12 written, the rotation besides. A program has all rows of some
-columns, so that nothing is written that another one still reads.
+columns, so that nothing is written that another program still reads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rankwise.ldadam.formulas import moment_scales
 __all__ = ["MAX_RANK", "advance_moments_"]
 
 MAX_RANK = 512
-"""All rows of a tile lie in the registers of one program."""
+"""Highest rank, as all rows of a tile lie in the registers of one program."""
 _ELEMENTS, _LEAST, _DEPTH = 4096, 16, 32
 
 
@@ -36,21 +36,21 @@ def advance_moments_(
     error_feedback: bool,
     precision: str = "ieee",
 ) -> None:
-    """:func:`rankwise.ldadam.rule.low_rank_moments` in place, from the second step on.
+    """Do :func:`rankwise.ldadam.rule.low_rank_moments` in place, from the second step on.
 
     Args:
         projected: ``U^T C`` (b, r, n), contiguous; becomes the direction.
         rotation: ``R`` (b, r, r), contiguous.
         firsts: First moments (r, n), changed in place.
         seconds: Second moments (r, n), changed in place.
-        step: Steps applied including this one, above 1.
+        step: Number of steps with this one, above 1.
         betas: Decays of the two moments.
-        eps: Added to the root.
+        eps: Number added to the root.
         error_feedback: Whether ``projected`` comes from ``C = G + F``.
         precision: Precision of the products.
 
     Raises:
-        ValueError: If the rank is above :data:`MAX_RANK`, or a moment is not contiguous fp32.
+        ValueError: The rank is above :data:`MAX_RANK`, or a moment is not contiguous fp32.
     """
     batch, rank, length = projected.shape
     if rank > MAX_RANK or step < 2:
@@ -131,15 +131,15 @@ def _moments_in_place_kernel(
         mean = moment * unbias1
         rotated = tl.dot(turn, moment, rotated, input_precision=PRECISION)
         spread = tl.dot(turn * turn, square * unbias2 - mean * mean, spread, input_precision=PRECISION)
-    # Every thread has read before any of them writes.
+    # Every thread has read before any thread writes.
     tl.debug_barrier()
     place = rows[:, None] * length + columns[None, :]
     inside = (rows[:, None] < rank) & (columns[None, :] < length)
-    own = projected + entry * rank * length + place
-    gradient = tl.load(own, mask=inside, other=0.0) - momentum_share * rotated
+    at_entry = projected + entry * rank * length + place
+    gradient = tl.load(at_entry, mask=inside, other=0.0) - momentum_share * rotated
     mean = rotated * unbias1
     first = beta1 * rotated + share1 * gradient
     second = beta2 * (bias2 * tl.abs(spread + mean * mean)) + share2 * gradient * gradient
     tl.store(first_moment + place, first, mask=inside)
     tl.store(second_moment + place, second, mask=inside)
-    tl.store(own, tl.div_rn(first * step_scale, tl.sqrt_rn(second * root_scale) + eps), mask=inside)
+    tl.store(at_entry, tl.div_rn(first * step_scale, tl.sqrt_rn(second * root_scale) + eps), mask=inside)

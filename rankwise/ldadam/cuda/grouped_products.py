@@ -1,7 +1,8 @@
-r"""Products of many pairs of matrices of one shape in one launch, wherever they lie: ``O = alpha A B + beta D``.
+r"""One launch computes ``O = alpha A B + beta D`` for many matrices of one shape, wherever they lie.
 
-Bytes: the operands once and the result, if the caches keep what tiles read again. Accumulated in fp32. With precision
-"tf32x3" tensor cores multiply in three parts, which is as accurate as "ieee" to the last bits; with "tf32" in one.
+The operands are read once and the result is written once, if the caches keep what tiles read again. Sums are in fp32.
+With precision "tf32x3" tensor cores multiply in three parts, which is as accurate as "ieee" to the last bits; with
+"tf32" they multiply in one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["Operand", "grouped_product_", "keep_", "places_of", "table_of_pairs"
 
 _ROWS, _COLUMNS, _DEPTH = 128, 64, 32
 _LEAST = 16
-_ENOUGH = 256  # Programs: with fewer, smaller tiles occupy more of the device.
+_ENOUGH = 256  # With fewer programs than this, smaller tiles occupy more of the device.
 _BLOCK = 1024
 
 
@@ -32,7 +33,7 @@ class Operand(NamedTuple):
     """One of the factors of every pair.
 
     Attributes:
-        places: Addresses, one for each pair; a range or a tuple.
+        places: Address of each pair's factor, as a range or a tuple.
         strides: Strides of a row and of a column, in elements.
     """
 
@@ -41,19 +42,19 @@ class Operand(NamedTuple):
 
     @property
     def turned(self) -> Operand:
-        """Transposed."""
+        """The transposed factor."""
         return Operand(self.places, self.strides[::-1])
 
 
 def places_of(stack: Tensor) -> Sequence[int]:
-    """Addresses of the entries of a stack."""
+    """Return the addresses of the entries of a stack."""
     first, size = stack.data_ptr(), stack.stride(0) * stack.itemsize
     return range(first, first + len(stack) * size, size) if size else (first,) * len(stack)
 
 
 @lru_cache(maxsize=KEPT_TABLES)
 def table_of_pairs(columns: tuple[Sequence[int], ...], device: torch.device) -> tuple[Table, bool]:
-    """Addresses, pair by pair, and whether all are multiples of 16; found again by its columns, ranges most of them."""
+    """Make a table of addresses, pair by pair, and say whether all are multiples of 16; a call may find it again."""
     places = tuple(chain.from_iterable(zip(*columns, strict=True)))
     return Table(places, device), reduce(or_, places, 0) % 16 == 0
 
@@ -78,20 +79,20 @@ def grouped_product_(
     scales: Tensor | None = None,
     precision: str = "ieee",
 ) -> None:
-    """``O = alpha A B + beta D`` for every pair.
+    """Compute ``O = alpha A B + beta D`` for every pair.
 
     Args:
         out: ``O`` (pairs, rows, columns), contiguous fp32, overwritten.
         left: ``A``, (rows, depth) each, fp32.
         right: ``B``, (depth, columns) each, fp32.
         depth: Length of the sums.
-        alpha: See above.
-        beta: See above.
-        added: Addresses of ``D``, (rows, columns) each and contiguous, a range or a tuple; may be those of ``O``. None:
+        alpha: Factor of the product.
+        beta: Factor of ``D``.
+        added: Addresses of ``D``, (rows, columns) each and contiguous, as a range or a tuple; ``D`` may be ``O``. None:
             nothing is added.
         scales: (pairs, rows), for products with as many rows as columns: row i of ``A`` and column i of ``B`` are
-            multiplied by entry i, before anything can overflow. None: they are not.
-        precision: "ieee", "tf32x3" or "tf32".
+            multiplied by entry i, before anything can overflow. None: nothing is scaled.
+        precision: Precision of the product, "ieee", "tf32x3" or "tf32".
     """
     pairs, rows, columns = out.shape
     targets = places_of(out)
@@ -127,12 +128,12 @@ def grouped_product_(
 
 
 def keep_(found: Tensor, old: Sequence[int], failed: Tensor) -> None:
-    """Put the old values in the place of those that failed; the others cost nothing.
+    """Put old matrices in the place of those that failed; the others cost nothing.
 
     Args:
-        found: (matrices, ...), contiguous fp32, changed in place.
-        old: Addresses of as many elements each.
-        failed: (matrices,) bool.
+        found: New matrices (matrices, ...), contiguous fp32, changed in place.
+        old: Addresses of the old matrices.
+        failed: (matrices,) bool, which matrices failed.
     """
     numel = found[0].numel()
     table = table_here(tuple(old), found.device)

@@ -1,7 +1,6 @@
-r"""LDAdam's low-dimensional block: rotation, moments and direction of a stack in one launch.
+r"""One launch rotates the moments of a stack, advances them, and writes LDAdam's directions.
 
-Bytes (fp32) per element of (b, r, n): 12 read and 12 written, plus re-reads of the old moments by the row tiles, which
-the cache serves.
+Bytes (fp32) per element of (b, r, n): 12 read and 12 written; row tiles read the old moments again from the cache.
 
 Products are in full fp32. ``precision="tf32x3"`` runs them on tensor cores in three parts, with nearly the same
 accuracy.
@@ -39,16 +38,16 @@ def low_rank_moments(
     *,
     precision: str = "ieee",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""As :func:`rankwise.ldadam.rule.low_rank_moments`: rotation, moments and direction in one launch.
+    r"""Compute what :func:`rankwise.ldadam.rule.low_rank_moments` does, in one launch.
 
     Args:
-        projected: ``U^T C``, (b, r, n) or of a single matrix without b, as the others.
+        projected: ``U^T C``, (b, r, n); for a single matrix this and the others have no dimension b.
         rotation: ``R`` (b, r, r); ignored at step 1.
         M_prev: First moment (b, r, n); ignored at step 1.
         V_prev: Second moment (b, r, n); ignored at step 1.
-        step: Steps applied including this one; or (b,), a number for each matrix (0-d for a single one), all above 1.
+        step: Number of steps with this one; or (b,), a number for each matrix (0-d for a single one), all above 1.
         betas: Decays of the two moments.
-        eps: Added to the root.
+        eps: Number added to the root.
         error_feedback: Whether ``projected`` comes from ``C = G + F``.
         written_beta1: The ``beta1`` that ``F`` was written with; None: the present one.
         precision: Precision of the products: "ieee" or "tf32x3".
@@ -57,14 +56,14 @@ def low_rank_moments(
         ``M``, ``V`` and the direction ``D``, (b, r, n) each, new.
 
     Raises:
-        ValueError: If ``step`` is below 1, a moment is not contiguous, a tensor is not fp32 or the shapes do not fit.
+        ValueError: ``step`` is below 1, a moment is not contiguous, a tensor is not fp32 or the shapes do not fit.
     """
     if projected.dim() == 2:
         one = (projected[None], rotation[None], M_prev[None], V_prev[None])
         step = step[None] if isinstance(step, Tensor) else step
         written_beta1 = written_beta1[None] if isinstance(written_beta1, Tensor) else written_beta1
-        found = low_rank_moments(*one, step, betas, eps, error_feedback, written_beta1, precision=precision)
-        return found[0][0], found[1][0], found[2][0]
+        moments_of_one = low_rank_moments(*one, step, betas, eps, error_feedback, written_beta1, precision=precision)
+        return moments_of_one[0][0], moments_of_one[1][0], moments_of_one[2][0]
     # Coordinates of tall matrices come as the transposed result of a product.
     projected, rotation = projected.contiguous(), rotation.contiguous()
     batch, rank, length = projected.shape
@@ -104,7 +103,7 @@ def low_rank_moments(
 
 
 def _kernel_scales(scales: MomentScales, batch: int) -> list[Scalar]:
-    """As the kernel takes them: floats, or (b,) each."""
+    """Return scales as the kernel takes them: floats, or tensors (b,)."""
     bias1, bias2, share, correction1, correction2 = scales
     factors = (1.0 / bias1, 1.0 / bias2, bias2, share, 1.0 / correction1, 1.0 / correction2)
     if not isinstance(bias1, Tensor):

@@ -1,10 +1,10 @@
-r"""LDAdam's step on shards: ``W -= lr U D`` and ``F = C - U Z``.
+r"""LDAdam steps shards by ``W -= lr U D`` and ``F = C - U Z``.
 
 Bytes (fp32) per element of a shard: weight 4 read and 4 written, and with error feedback 4 read and 4 (bfloat16
-buffer: 2) written; neither product of factors ever lies in memory.
+buffer: 2) written; neither product of factors is ever in memory.
 
-Products are in full fp32: the error buffer is a difference of them. On an H200 tensor cores, which take them apart, are
-slower in tiles that leave room for everything that is read and written beside the products.
+Products are in full fp32, because the error buffer is a difference of them. On an H200, tensor cores, which would
+multiply in parts, are slower in tiles that leave room for all that is read and written beside the products.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _ERROR_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 class Factors(NamedTuple):
-    """What the owner of a matrix returns for one shard; contiguous fp32, m <= n the sides of the matrix.
+    """What the owner of a matrix returns for one shard, contiguous fp32; m <= n are the sides of the matrix.
 
     Attributes:
         start: Flat index of the shard's first element in its (rows, cols) parameter.
         basis: ``U`` (m, r).
         direction: ``D`` (r, n).
-        kept: ``Z`` (r, n), what the error buffer loses; None without error feedback.
+        kept: ``Z`` (r, n), the part that the error buffer loses; None without error feedback.
     """
 
     start: int
@@ -60,20 +60,20 @@ def low_rank_step_(
     lr: Scalar,
     weight_decay: float,
 ) -> None:
-    r"""``W := (1 - lr wd) W - lr U D`` and ``F := C - U Z`` on shards of matrices of one shape.
+    r"""Set ``W := (1 - lr wd) W - lr U D`` and ``F := C - U Z`` on shards of matrices of one shape.
 
     Args:
         params: Shards of the weights, updated in place.
-        factors: Those of each shard's matrix.
+        factors: Factors of each shard's matrix.
         sources: ``C = G + F`` of each shard; None without error feedback.
         errors: ``F``, fp32 or bfloat16, overwritten; may be ``sources`` themselves. None without error feedback.
-        cols: Columns of the parameters, or of the block of columns the shards are cut from.
-        right: Whether the parameters are projected from the right, that is tall: the products enter transposed.
+        cols: Columns of the parameters, or of the block of columns that the shards are cut from.
+        right: Whether the parameters are tall, and projected from the right: the products enter transposed.
         lr: Learning rate, a float or a 0-d tensor.
-        weight_decay: Decoupled decay rate; 0 where it was applied before.
+        weight_decay: Decoupled decay rate; 0 where weights have decayed already.
 
     Raises:
-        ValueError: If a tensor is of another kind, or the lists do not fit together.
+        ValueError: A tensor is of another kind, or the lists do not fit together.
     """
     if not params:
         return
@@ -99,7 +99,7 @@ def low_rank_step_(
         float(weight_decay),
         cols,
         rank,
-        # Strides of the factor with the rows and of the one with the columns of the parameter.
+        # These are strides of the factor with the parameter's rows, and of the factor with its columns.
         *((1, long, 1, rank) if right else (rank, 1, long, 1)),
         RIGHT=right,
         FEEDBACK=feedback,
@@ -109,7 +109,7 @@ def low_rank_step_(
         ROWS=BLOCK_ROWS,
         COLUMNS=BLOCK_COLUMNS,
         DEPTH=BLOCK_DEPTH,
-        # Addresses of single elements take registers.
+        # Without alignment, addresses of single elements take registers.
         num_warps=4 if aligned else 8,
         num_stages=_STAGES,
     )
@@ -122,7 +122,7 @@ def _shard_rows(
     errors: Sequence[Tensor] | None,
     error_dtype: torch.dtype,
 ) -> list[tuple[int, ...]]:
-    """(weight, source, error, basis, direction, kept, length, start) of every shard."""
+    """Return (weight, source, error, basis, direction, kept, length, start) of every shard."""
     if error_dtype not in _ERROR_TYPES:
         raise ValueError(f"error buffers must be float32 or bfloat16, got {error_dtype}; use the plain functions")
     none = [0] * len(params)
@@ -186,15 +186,15 @@ def _step_kernel(
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     at = rows[:, None] * cols + columns[None, :] - start
     inside = (columns[None, :] < cols) & (at >= 0) & (at < length)
-    # Rows before the shard's first and after its last are read, too: only those of the matrix exist.
-    some = (rows * cols + cols > start) & (rows * cols < start + length)
+    # A tile may reach beyond the shard's rows, which need not exist in the matrix and are not read.
+    existing = (rows * cols + cols > start) & (rows * cols < start + length)
     moved = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
     lost = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
     for first in range(0, rank, DEPTH):
         along = first + tl.arange(0, DEPTH)
         lefts = rows[:, None] * left_row + along[None, :] * left_rank
         rights = along[:, None] * right_rank + columns[None, :] * right_column
-        in_left = some[:, None] & (along[None, :] < rank)
+        in_left = existing[:, None] & (along[None, :] < rank)
         in_right = (along[:, None] < rank) & (columns[None, :] < cols)
         if RIGHT:
             shared = tl.load(basis + rights, mask=in_right, other=0.0)

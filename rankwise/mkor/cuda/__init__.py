@@ -1,1 +1,1 @@
-"""MKOR's Triton kernels: factors moved in place, and gradients preconditioned by them, many matrices at once."""
+"""MKOR's Triton kernels move factors in place, and precondition the gradients of many matrices at once."""

@@ -1,6 +1,6 @@
-"""MKOR: the guarded rank-1 update of factor inverses, in place.
+"""MKOR's guarded rank-1 update changes factor inverses in place.
 
-Bytes per element of a factor: read twice and written once in its storage type, stabilizer, finite check and rollback
+An element of a factor is read twice and written once in its storage type, stabilizer, finite check and rollback
 included.
 """
 
@@ -34,26 +34,26 @@ def update_factors_(
     norm: str = "row_sum",
     seen: Tensor | None = None,
 ) -> Tensor:
-    """One step of many factor inverses: :func:`rankwise.mkor.formulas.update_factor` on each, in place.
+    """Do one step of many factor inverses, :func:`rankwise.mkor.formulas.update_factor` on each, in place.
 
-    A result is judged by its parts rather than by its entries: it counts as not finite, too, where the largest entry it
-    could have, from the norm of the old inverse and the rank-1 term, is beyond the range of the type. Where the
+    A result is judged by its parts rather than by its entries: it also counts as not finite if the largest entry that
+    it could have, from the norm of the old inverse and the rank-1 term, is beyond the range of the type. Where the
     stabilizer acts, its blend is not rounded to the storage type before the rank-1 term is added.
 
     Args:
-        inverses: (d, d) each, contiguous, all float32, bfloat16 or float16.
-        vectors: (n, d) float32.
+        inverses: (d, d) each, contiguous, all of one type: float32, bfloat16 or float16.
+        vectors: (n, d) float32, a statistics vector for each inverse.
         decay: Factor momentum.
         rule: One of :data:`rankwise.mkor.formulas.RULES`.
         stabilizer: Threshold and retention, or None.
         norm: One of :data:`rankwise.mkor.formulas.FACTOR_NORMS`.
-        seen: (n,) bool: inverses that take part; the others keep every bit. None: all.
+        seen: (n,) bool, inverses that take part; others keep every bit. None: all take part.
 
     Returns:
-        (n,) bool: which inverses took the update; False for those not seen.
+        (n,) bool, which inverses took the update; False for those that take no part.
 
     Raises:
-        ValueError: If shapes, types or options do not fit.
+        ValueError: Shapes, types or options do not fit.
     """
     count, length = vectors.shape
     _check_factors(inverses, vectors, rule, norm, seen)
@@ -64,7 +64,7 @@ def update_factors_(
     dtype = inverses[0].dtype
     places = tuple(addresses(inverses, dtype))
     table = table_of(places, device).here()
-    # With a length that is a multiple of 16, of which Triton takes note itself, every row then allows wide accesses.
+    # If the length is a multiple of 16, too, which Triton notices by itself, every row allows wide accesses.
     aligned = all(place % 16 == 0 for place in places)
     vectors = vectors.to(torch.float32).contiguous()
     products, sizes = torch.empty(2, count, length, dtype=torch.float32, device=device)
@@ -81,7 +81,7 @@ def update_factors_(
         vectors,
         products,
         sizes,
-        # Something to point to where nobody looks.
+        # Without a mask the kernel does not read this argument.
         vectors if seen is None else seen.view(torch.uint8),
         choices,
         ok.view(torch.uint8),
@@ -95,7 +95,7 @@ def update_factors_(
         RULE=RULES.index(rule),
         BLOCK=_VECTOR,
     )
-    # What the old inverse is multiplied by, the sign of the rank-1 term, what is added to the diagonal.
+    # Each rule has a factor of the old inverse, a sign of the rank-1 term, and a number added to the diagonal.
     terms = {
         "official": (decay, -1.0, 1.0 - decay),
         "ema": (1.0 / decay, -1.0, 0.0),
@@ -144,7 +144,7 @@ def _measure_kernel(
     ELEMENT: tl.constexpr,
     ALIGNED: tl.constexpr,
 ) -> None:
-    """Rows of ``J v``, and of the norm of ``J``: infinite where an entry is not finite."""
+    """Compute rows of ``J v``, and the norms of rows of ``J``, which are not finite where an entry is not."""
     matrix = tl.program_id(1).to(tl.int64)
     inverse = _place(table, matrix, ELEMENT, ALIGNED)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -160,7 +160,7 @@ def _measure_kernel(
         if ROW_SUM:
             size += value
         else:
-            # A maximum would overlook a NaN.
+            # A maximum alone would overlook a NaN.
             size = tl.where(_finite(value), tl.maximum(size, value), float("inf"))
     here = matrix * length + rows
     tl.store(products + here, tl.sum(product, axis=1), mask=rows < length)
@@ -172,7 +172,7 @@ def _measure_kernel(
 
 @jit
 def _rank_one_weights(along: tl.tensor, decay: tl.tensor, RULE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """What the rank-1 term of a rule is multiplied by, and the inverse before it; ``along`` is the curvature."""
+    """Return the factors of a rule's rank-1 term and of the old inverse; ``along`` is the curvature."""
     if RULE == 0:
         weight = 1.0 / (1.0 + along)
         keep = decay
@@ -203,7 +203,7 @@ def _decide_kernel(
     RULE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """What becomes of a matrix: ``p J + q I``, whether it moves, and the vector of the rank-1 term in ``products``."""
+    """Decide how a matrix becomes ``p J + q I``, whether it moves, and by which vector, which goes to ``products``."""
     matrix = tl.program_id(0).to(tl.int64)
     vectors += matrix * length
     products += matrix * length
@@ -212,7 +212,7 @@ def _decide_kernel(
     for start in range(0, length, BLOCK):
         at = start + lanes
         value = tl.load(sizes + matrix * length + at, mask=at < length, other=0.0)
-        # Unlike a maximum, which leaves a NaN out.
+        # A maximum alone would overlook a NaN.
         size = tl.where(_finite(value), tl.maximum(size, value), float("inf"))
     measured = tl.max(size, axis=0)
     finite = _finite(measured)
@@ -238,7 +238,7 @@ def _decide_kernel(
         curvature += value * vector
     along = tl.sum(curvature, axis=0)
     weight, keep = _rank_one_weights(along, decay, RULE)
-    # The root goes into the vector, which enters twice: the product is symmetric to the last bit.
+    # The root goes into the vector, which enters twice, so that the product is symmetric to the last bit.
     root = tl.where(weight >= 0.0, tl.sqrt_rn(tl.maximum(weight, 0.0)), float("inf"))
     tl.debug_barrier()
 

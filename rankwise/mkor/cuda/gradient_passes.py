@@ -1,9 +1,9 @@
-r"""MKOR: passes over the gradients of many matrices, before and after they are multiplied by their factors.
+r"""MKOR passes over the gradients of many matrices before and after they are multiplied by their factors.
 
 Bytes per element (fp32 gradients, products in bfloat16): 4 read and 2 written on the way to the products, the
-gradient's norm included; 2 read for the norm of the result. What follows reads the result in the type of the products
-and multiplies it by its matrix's factor: 2 in a step, 2 read and 4 written where it is wanted in fp32. Two small
-launches besides choose the factors, and put the gradient where there is none.
+gradient's norm included; 2 read for the norm of the result. Then a step reads the result in the type of the products,
+2 bytes, and multiplies it by its matrix's ratio of norms; to have it in fp32, 2 are read and 4 written. Two small
+launches choose the ratios, and put the gradient where a result is not usable.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class GradientPasses:
 
     Args:
         sources: Contiguous fp32 runs, at least one.
-        arrangement: Where they are put for the products.
-        space: The memory that is arranged so.
-        results: Where their products will be, 1-D, in the type of the products.
-        out: Where these are wanted in fp32; None: they stay where they are.
+        arrangement: Places of the runs' operands and results.
+        space: Memory that is arranged so.
+        results: Views of the results in this memory, 1-D, in the type of the products.
+        out: fp32 tensors for the results; None: they stay where they are.
 
     Raises:
-        ValueError: A run is of another kind.
+        ValueError: A run is no contiguous fp32 run.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class GradientPasses:
             fields, types = [*fields, out], [*types, torch.float32]
         extras = Extras(arrangement, space.data_ptr(), space.itemsize)
         self._runs = Runs(fields, TILE, extras, types)
-        # Tables have addresses alone: what lies there must not be given away before the last pass.
+        # Tables have addresses only, so that these tensors must live until the last pass.
         self._alive = fields
         self._first_runs = (0, *accumulate(arrangement.runs_of))
         self._partials = self._runs.partial_sums(2)
@@ -67,7 +67,7 @@ class GradientPasses:
         """Round the gradients into the operands.
 
         Args:
-            measured: Whether :meth:`choose` will be asked for.
+            measured: Whether :meth:`choose` will be called.
         """
         self._launch(_gather_kernel, self._partials, GAPS=self._has_gaps, MEASURED=measured)
 
@@ -75,7 +75,7 @@ class GradientPasses:
         """Compare the results with the gradients.
 
         Returns:
-            (2, runs) fp32: the ratio of their matrix's norms, 1 where it is not usable, and whether it is.
+            (2, runs) fp32, the ratio of the norms of each run's matrix, 1 where it is not usable, and whether it is.
         """
         runs = self._runs
         self._launch(_squares_kernel, self._partials)
@@ -86,8 +86,8 @@ class GradientPasses:
         return choices
 
     def finish(self, choices: Tensor | None) -> None:
-        """Put the gradient where the result is not usable, or write all of them in fp32, multiplied by the ratios."""
-        given = self._partials if choices is None else choices  # something to point to where nobody looks
+        """Put gradients where results are not usable, and, if ``out`` was given, write all results there."""
+        given = self._partials if choices is None else choices  # without choices the kernel does not read this
         self._launch(_finish_kernel, given, self._runs.runs, OUT=self._out, SCALED=choices is not None)
 
     def _launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
@@ -107,7 +107,7 @@ def _gather_kernel(
     MEASURED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A tile of a gradient into its operand, and its squares."""
+    """Write a tile of a gradient to its operand, and sum its squares."""
     program = tl.program_id(0).to(tl.int64)
     row = table + tl.load(tiles + 2 * program) * (FIELDS + 5)
     start = tl.load(tiles + 2 * program + 1)
@@ -158,7 +158,7 @@ def _squares_kernel(
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The squares of a tile of a result."""
+    """Sum the squares of a tile of a result."""
     program = tl.program_id(0).to(tl.int64)
     row = table + tl.load(tiles + 2 * program) * (FIELDS + 5)
     start = tl.load(tiles + 2 * program + 1)
@@ -194,7 +194,7 @@ def _choose_kernel(
     count: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The ratio of a matrix's norms for each of its runs, and whether it is usable."""
+    """Write the ratio of a matrix's norms for each of its runs, and whether it is usable."""
     first_run = tl.load(first_runs + tl.program_id(0))
     last_run = tl.load(first_runs + tl.program_id(0) + 1)
     first = tl.load(bounds + first_run)
@@ -227,7 +227,7 @@ def _finish_kernel(
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A tile of a gradient in place of a result that is not usable; OUT: or of the result, elsewhere."""
+    """Write a tile of a gradient over a result that is not usable; if OUT, write it or the result elsewhere."""
     program = tl.program_id(0).to(tl.int64)
     run = tl.load(tiles + 2 * program)
     row = table + run * (FIELDS + 5)

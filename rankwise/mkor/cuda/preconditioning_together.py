@@ -1,7 +1,7 @@
-"""MKOR: the gradients of many matrices, preconditioned together on the device.
+"""MKOR preconditions the gradients of many matrices together on the device.
 
-Two products a matrix, and a few passes over all of them (:mod:`.gradient_passes`), in memory that is laid out by
-:mod:`rankwise.mkor.product_groups`.
+It takes two products a matrix, and a few passes over all matrices (:mod:`.gradient_passes`), in memory whose layout
+comes from :mod:`rankwise.mkor.product_groups`.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ def takes(dtype: torch.dtype, product: torch.dtype) -> bool:
 
 
 def preconditioned(gradients: Sequence[Gradient], product: torch.dtype, rescale: bool) -> Preconditioned:
-    """Multiply gradients by their factor inverses: :func:`rankwise.mkor.formulas.precondition`.
+    """Multiply gradients by their factor inverses, as :func:`rankwise.mkor.formulas.precondition` does.
 
     Args:
-        gradients: Their runs are contiguous and fp32; at least one.
+        gradients: Gradients of contiguous fp32 runs, at least one.
         product: Type of the products, and of the results.
-        rescale: Whether the results are to get the norms of the gradients. One whose own norm is 0 or not finite
-            becomes the gradient, rounded to the type of the products.
+        rescale: Whether the results get the norms of the gradients. A result whose norm is 0 or not finite becomes the
+            gradient, rounded to the type of the products.
 
     Returns:
         The results, in the order of the gradients and of their runs.
 
     Raises:
-        ValueError: A run is of another kind, or a gradient has no factor.
+        ValueError: A run is no contiguous fp32 run, or a gradient has no factor.
     """
     runs = [run for gradient in gradients for run in gradient.runs]
     lefts, rights = _sides(gradients)
@@ -53,15 +53,15 @@ def preconditioned_as(
     product: torch.dtype,
     rescale: bool,
 ) -> Preconditioned:
-    """:func:`preconditioned` of gradients whose arrangement is planned.
+    """Do :func:`preconditioned` for gradients whose arrangement is planned.
 
     Args:
-        arrangement: Which gradients are multiplied together.
+        arrangement: Places of the gradients, and which are multiplied together.
         runs: Runs of all gradients, in order.
-        lefts: Lefts of every gradient, its factor for the rows.
-        rights: For the columns, alike.
-        product: Alike.
-        rescale: Alike.
+        lefts: Factor inverses for the rows of every gradient; None for the identity.
+        rights: Factor inverses for the columns of every gradient; None for the identity.
+        product: Type of the products, and of the results.
+        rescale: Whether the results get the norms of the gradients, by factors that remain to be multiplied.
     """
     work = _Work(arrangement, runs, lefts, rights, product)
     passes = work.multiply(rescale)
@@ -75,16 +75,17 @@ def preconditioned_as(
 def precondition_into(
     out: Sequence[Sequence[Tensor]], gradients: Sequence[Gradient], product: torch.dtype, rescale: bool
 ) -> None:
-    """The same in fp32, some of the gradients at a time; what has no usable norm becomes the gradient itself.
+    """Write what :func:`preconditioned` computes in fp32, some of the gradients at a time.
 
     Args:
-        out: For each gradient a contiguous fp32 run for each of its runs, of its length.
-        gradients: See :func:`preconditioned`.
-        product: Alike.
-        rescale: Alike.
+        out: Contiguous fp32 runs for the results, as many and as long as the runs of each gradient.
+        gradients: Gradients of contiguous fp32 runs.
+        product: Type of the products.
+        rescale: Whether the results get the norms of the gradients. A result whose norm is 0 or not finite becomes the
+            gradient itself.
 
     Raises:
-        ValueError: Alike.
+        ValueError: A run is no contiguous fp32 run, or a gradient has no factor.
     """
     for places in _at_once(gradients):
         chosen = [gradients[place] for place in places]
@@ -116,13 +117,13 @@ def _sides(gradients: Sequence[Gradient]) -> tuple[list[Tensor | None], list[Ten
 
 
 class _Work:
-    """Gradients on their way.
+    """Gradients while they are multiplied by their factors.
 
     Args:
-        arrangement: Which gradients are multiplied together.
-        runs: Runs of all of them.
-        lefts: Their factors for the rows.
-        rights: For the columns.
+        arrangement: Places of the gradients, and which are multiplied together.
+        runs: Runs of all gradients.
+        lefts: Factor inverses for the rows.
+        rights: Factor inverses for the columns.
         product: Type of the products.
 
     Attributes:
@@ -142,14 +143,14 @@ class _Work:
         self.results = arrangement.results.cut([self._space])
 
     def multiply(self, measured: bool, out: Sequence[Tensor] | None = None) -> GradientPasses:
-        """Every matrix by its factors, small ones of one form at once.
+        """Multiply every matrix by its factors, and small matrices of one form together.
 
         Args:
-            measured: Whether the gradients are to be measured, too.
-            out: Out of the passes.
+            measured: Whether the norms of the gradients are needed.
+            out: fp32 tensors for the results; None: they stay where they are.
 
         Returns:
-            What can be done with the results.
+            The passes that work on the results.
         """
         arrangement, space = self._arrangement, self._space
         passes = GradientPasses(self._runs, arrangement, space, self.results, out)
@@ -162,7 +163,7 @@ class _Work:
     # --- products -----------------------------------------------------------------------------------------------
 
     def _multiply(self, group: ProductGroup, between: Tensor) -> None:
-        """One matrix, or several whose memory follows one another."""
+        """Multiply one matrix, or several that follow one another in memory."""
         form, places, start = group
         space, count = self._space, len(places)
         left = None if form.lone_side == "right" else self._factors([self._lefts[place] for place in places])
@@ -179,25 +180,25 @@ class _Work:
             _product(first, second, _matrices(space, start + form.result, count, form, form.columns, form.step))
 
     def _multiply_parts(self, form: ProductForm, result: int, first: Tensor, second: Any) -> None:
-        """The product's last column behind the others."""
+        """Write the product's other columns, and behind them its last column."""
         rows, columns = form.rows, form.columns - 1
         weights = self._space[result : result + rows * columns].view(rows, columns)
         torch.mm(first, second[:, :-1], out=weights)
         torch.mv(first, second[:, -1], out=self._space[result + rows * columns :][:rows])
 
     def _factors(self, inverses: Sequence[Any]) -> Tensor:
-        """One matrix's own factor where products take it as it lies; else copies whose rows begin at even places."""
+        """Return a single matrix's own factor if products take it as it lies, else copies with aligned rows."""
         first: Tensor = inverses[0]
         side = len(first)
         if len(inverses) == 1 and first.dtype == self._space.dtype and side == aligned(side):
             return first
-        found = self._space.new_empty(len(inverses), side, aligned(side))[..., :side]
-        torch._foreach_copy_(list(found.unbind()), list(inverses))
-        return found if len(inverses) > 1 else found[0]
+        copies = self._space.new_empty(len(inverses), side, aligned(side))[..., :side]
+        torch._foreach_copy_(list(copies.unbind()), list(inverses))
+        return copies if len(inverses) > 1 else copies[0]
 
 
 def _matrices(space: Tensor, start: int, count: int, form: ProductForm, stride: int, step: int) -> Tensor:
-    """One matrix, or a stack of several; ``space`` begins where its memory does."""
+    """Return a view of one matrix, or of a stack of several, that begins at ``start``."""
     if count == 1:
         return space.as_strided((form.rows, form.columns), (stride, 1), start)
     return space.as_strided((count, form.rows, form.columns), (step, stride, 1), start)
