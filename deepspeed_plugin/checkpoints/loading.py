@@ -104,7 +104,8 @@ def _sub_groups_of(engine: DeepSpeedEngine) -> tuple[int, ...]:
 
 
 def _order_of(engine: DeepSpeedEngine) -> Order | None:
-    layout = getattr(engine.basic_optimizer, "layout_source", None)
+    optimizer = engine.basic_optimizer
+    layout = optimizer.planner.source if isinstance(optimizer, ShardedOptimizer) else None
     groups = layout.order() if isinstance(layout, DeepSpeedLayout) else None
     return None if groups is None else (tuple(engine.module.state_dict()), tuple(map(len, groups)))
 

@@ -20,7 +20,7 @@ from rankwise.kernels.dispatch import kernels_for, using
 from rankwise.kernels.native import compiled_passes as elementwise
 from rankwise.kernels.native.products import products
 from rankwise.kernels.native.tiled_newton_schulz import orthogonal_steps_
-from rankwise.ldadam import basis
+from rankwise.ldadam import formulas
 from rankwise.plan import step_unit as unit
 from rankwise.sonew import native as native_sonew
 from rankwise.sonew.optimizer import DIRECTIONS
@@ -172,13 +172,13 @@ def test_whatever_the_gradients(name: str, change: Change) -> None:
 @pytest.mark.compiled
 def test_a_matrix_that_cholesky_fails_on_takes_householder(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: list[tuple[int, ...]] = []
-    original = basis._householder_basis
+    original = formulas._householder_basis
 
     def noted(matrix: Tensor, *rest: Any) -> Tensor:
         shapes.append(tuple(matrix.shape))
         return original(matrix, *rest)
 
-    monkeypatch.setattr(basis, "_householder_basis", noted)
+    monkeypatch.setattr(formulas, "_householder_basis", noted)
     expected, known = _steps("ldadam", foreach, _rank_one)
     assert not shapes and known["kept_bases"] == 4
     found, _ = _steps("ldadam", native, _rank_one)
