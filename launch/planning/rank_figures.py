@@ -64,7 +64,7 @@ class Figures:
     adamw: list[int] = field(default_factory=list)
     largest: tuple[int, str] = (0, "")
     pipelines: list[Pipeline] = field(default_factory=list)
-    exchanges: list[tuple[MatrixExchange, Sequence[int]]] = field(default_factory=list)
+    exchanges: list[tuple[MatrixExchange, Sequence[int]]] = field(default_factory=list, compare=False)
 
     def states(self) -> list[int]:
         """Return the bytes of optimizer states on every rank."""

@@ -141,7 +141,7 @@ def _refused(rank: int, world: int, folder: Path) -> str:
         with opened(cell, _Maker(None)) as trainer:
             trained(trainer, 1)
             for wrapper in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
-                wrapper.members = ()
+                wrapper.members = [frozenset() for _ in wrapper.members]
             trainer.save(folder)
         with opened(cell, _Maker(None, lr=1e-3, decoupled_lr=2e-2)) as trainer:
             trained(trainer, 1)
