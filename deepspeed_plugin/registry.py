@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -106,7 +106,7 @@ def register() -> None:
             )
     for spelling in types_by_spelling():
         setattr(torch.optim, spelling, functools.partial(build, spelling))
-    zero_utils.ZERO_SUPPORTED_OPTIMIZERS.extend(CLASSES)
+    _support(CLASSES)
     LISTENERS.append(_hear_of_type)
     for name, owner in _WRAPPED.items():
         _originals[name] = getattr(owner, name)
@@ -133,12 +133,18 @@ def unregister() -> None:
     for name, value in list(vars(torch.optim).items()):
         if isinstance(value, functools.partial) and value.func is build:
             delattr(torch.optim, name)
-    supported = zero_utils.ZERO_SUPPORTED_OPTIMIZERS
-    supported[:] = [cls for cls in supported if not issubclass(cls, ShardedOptimizer)]
+    _support(())
     for name, owner in _WRAPPED.items():
         setattr(owner, name, _originals.pop(name))
     unwatch_builds()
     stop_watching()
+
+
+def _support(classes: Iterable[type[ShardedOptimizer]]) -> None:
+    """Make these the classes of ours that ZeRO accepts, beside DeepSpeed's own."""
+    supported = zero_utils.ZERO_SUPPORTED_OPTIMIZERS
+    theirs = [cls for cls in supported if not issubclass(cls, ShardedOptimizer)]
+    supported[:] = [*theirs, *dict.fromkeys(classes)]
 
 
 def _is_free(name: str) -> bool:
@@ -152,8 +158,7 @@ def _hear_of_type(spelling: str, named: Named | None) -> None:
     if named is None:
         for name in names:
             delattr(torch.optim, name)
-        supported = zero_utils.ZERO_SUPPORTED_OPTIMIZERS
-        supported[:] = [cls for cls in supported if cls in CLASSES or not issubclass(cls, ShardedOptimizer)]
+        _support(CLASSES)
         return
     if spelling.lower() in DEEPSPEED_OPTIMIZERS or not all(map(_is_free, names)):
         raise OptionError(
@@ -162,8 +167,7 @@ def _hear_of_type(spelling: str, named: Named | None) -> None:
         )
     for name in names:
         setattr(torch.optim, name, functools.partial(build, name))
-    if named.optimizer not in zero_utils.ZERO_SUPPORTED_OPTIMIZERS:
-        zero_utils.ZERO_SUPPORTED_OPTIMIZERS.append(named.optimizer)
+    _support([*CLASSES, named.optimizer])
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
