@@ -13,7 +13,7 @@ from rankwise.launch.planning.costs import Cost, cost
 from rankwise.launch.planning.devices import Links, device_of
 from rankwise.launch.planning.model_shapes import KNOWN
 from rankwise.launch.planning.plan_request import Asked, answered
-from rankwise.launch.planning.question import Question
+from rankwise.launch.planning.question import Goal, Question
 from rankwise.launch.planning.rank_figures import Figures
 
 __all__ = ["COMM_DTYPES", "messages_of", "messages_section", "plans_page", "section_of"]
@@ -174,4 +174,4 @@ def _figures(question: Question) -> Iterator[str]:
 
 
 def _cost(asked: Asked, found: Figures) -> Cost:
-    return cost(found, device_of("H100"), Links(), asked.tokens, 0.4)
+    return cost(found, device_of("H100"), Links(), asked.tokens, Goal.efficiency)

@@ -15,7 +15,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rankwise.configs import deepspeed_config
+from rankwise.configs import model_config_path
+from rankwise.configs.making import VALUES
 from rankwise.names import BY_NAME, BY_SPELLING, Named, is_ours
 
 __all__ = ["CHOICES", "RECORDED", "SETTING", "Characteristics", "Row", "as_markdown", "computed", "rows", "shown"]
@@ -23,9 +24,7 @@ __all__ = ["CHOICES", "RECORDED", "SETTING", "Characteristics", "Row", "as_markd
 RECORDED = Path(__file__).parent / "recorded" / "costs.json"
 """What :func:`computed` gave for every type of ours: ``python -m rankwise.launch.optimizer_guide`` writes it."""
 REFERENCE, RANKS, STAGE, TOKENS = "llama-8b", 64, 3, 1 << 20
-SETTING = "Llama 8 B on 64 H100s, ZeRO-3, 1,048,576 tokens a step"
-REACHED = 0.4
-"""Share of the data sheet's operations per second that training reaches, as in `rankwise plan`."""
+SETTING = f"Llama 8 B on {RANKS} H100s, ZeRO-{STAGE}, {TOKENS:,} tokens a step"
 NOT_MEASURED = "not measured yet"
 SIZES = ("0.12M", "0.26M")
 """Sizes of docs/sizes.md that the table shows; it is sorted by the first, at which all types were measured."""
@@ -182,17 +181,16 @@ def computed(name: str) -> Price:
     Args:
         name: Name of the optimizer.
     """
-    from rankwise.configs import model_config_path
     from rankwise.launch.planning.costs import cost
     from rankwise.launch.planning.devices import Links, device_of
     from rankwise.launch.planning.plan_request import answered
-    from rankwise.launch.planning.question import Question
+    from rankwise.launch.planning.question import Goal, Question
 
     run = {"model": REFERENCE, "ranks": RANKS, "stage": STAGE, "batch_tokens": TOKENS, "precision": "bf16"}
     config = model_config_path(REFERENCE, "mars-adamw" if name == "mars" else name) if is_ours(name) else None
     asked = answered(Question(config, None if config else name, **run))
     figures = asked.figures()
-    total = cost(figures, device_of("H100"), Links(), asked.tokens, REACHED)
+    total = cost(figures, device_of("H100"), Links(), asked.tokens, Goal.efficiency)
     sent = sum(rank.bytes_sent + rank.periodic_bytes / rank.period for rank in figures.ranks)
     return Price(sum(figures.states()) / figures.parameters, sent / figures.parameters, total.share)
 
@@ -200,24 +198,17 @@ def computed(name: str) -> Price:
 def rows() -> Iterator[Row]:
     """Yield every type, the lowest loss at the first of the :data:`SIZES` first; types of rules from outside last."""
     recorded = {name: Price(*cost) for name, cost in json.loads(RECORDED.read_text(encoding="utf-8")).items()}
-    baseline = deepspeed_config("adamw")["optimizer"]["params"]["lr"]
+    baseline = VALUES["adamw"]["lr"]
     found = []
     for spelling, named in BY_SPELLING.items():
         choice = CHOICES.get(spelling) or _brought(named)
-        params = named.complete(_ready(spelling), spelling, instead=named.optimizer.__name__)
+        params = named.complete(VALUES[spelling.lower()], spelling, instead=named.optimizer.__name__)
         table = named.optimizer.options_type.table()
         betas = params.get("betas") or (table["betas"].default if "betas" in table else ())
         price = recorded.get(spelling.lower()) or computed(spelling.lower())
         row = Row(
-            *(
-                spelling,
-                choice.purpose,
-                choice.against,
-                choice.brief,
-                choice.rate,
-                params["lr"] / baseline,
-                choice.gains,
-            ),
+            *(spelling, choice.purpose, choice.against, choice.brief, choice.rate),
+            *(params["lr"] / baseline, choice.gains),
             ", ".join(f"{beta:g}" for beta in betas),
             *price,
             choice.gpu[1] if choice.gpu else None,
@@ -228,12 +219,6 @@ def rows() -> Iterator[Row]:
 
 def _brought(named: Named) -> Characteristics:
     return Characteristics(f"see {named.optimizer.__module__}", "", f"of {named.optimizer.__module__}")
-
-
-def _ready(spelling: str) -> Mapping[str, float]:
-    from rankwise.configs.making import VALUES
-
-    return VALUES[spelling.lower()]
 
 
 def _place(row: Row) -> tuple[bool, float]:
