@@ -159,7 +159,7 @@ class FollowedStates:
 
     def _has_matrix(self, unit: StepUnit, at: int) -> bool:
         """Whether there are matrix states, on whatever rank, that belong to those of a tensor."""
-        return len(self._spec.matrix_state_names) > 0 and any(at in places for places in _places(unit).values())
+        return len(self._spec.matrix_states) > 0 and any(at in places for places in _places(unit).values())
 
     def _refuse(self, tensor: Tensor, what: str) -> NoReturn:
         names = ", ".join(self._spec.matrix_state_names)
@@ -231,7 +231,7 @@ def _places(unit: StepUnit) -> dict[str, set[int]]:
         held: dict[str, set[int]] = {key: {at} for key, at in unit.key_tensors.items()}
         for entry in unit.entries if not held else ():
             held.setdefault(entry.key, set()).add(entry.shard.tensor)
-        wholes = {part: key for key, matrix in unit.slices.items() for part in matrix.parts}
+        wholes = {part: key for key, matrix in unit.collectives.slices.items() for part in matrix.parts}
         owned = () if unit.exchange is None else unit.exchange.plan.owners
         found = {key: held.get(key) or held.get(wholes.get(key, key), set()) for key in owned}
         unit.notes[_MATRIX_PLACES] = found
