@@ -86,13 +86,9 @@ class FollowedStates:
             self._matrix_states.drop([key for key in present if self._table.base_name(key) in names])
 
     def agree(self, what: str, unit: StepUnit | None = None) -> bool:
-        """Whether all ranks have removed some states; only ranks that have are asked, see :func:`all_vote`.
+        """Whether all ranks have removed states, of a unit or of all; only ranks that have are asked (:func:`all_vote`).
 
         Where ranks step matrices together, each takes from its own states how far they are, and waits for the others.
-
-        Args:
-            what: What has been removed.
-            unit: Of which unit; None: of all.
         """
         found = unit or next(iter(self._planner.units.values()), None)
         if found is None or found.exchange is None or found.layout.group is None:
