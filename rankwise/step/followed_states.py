@@ -86,7 +86,7 @@ class FollowedStates:
             self._matrix_states.drop([key for key in present if self._table.base_name(key) in names])
 
     def agree(self, what: str, unit: StepUnit | None = None) -> bool:
-        """Whether all ranks have removed states, of a unit or of all; only ranks that have are asked (:func:`all_vote`).
+        """Whether all ranks have removed states, of a unit or of all; only ranks that have ask (:func:`all_vote`).
 
         Where ranks step matrices together, each takes from its own states how far they are, and waits for the others.
         """
