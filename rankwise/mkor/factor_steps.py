@@ -14,6 +14,7 @@ from rankwise.kernels.host_copies import HostCopy
 from rankwise.mkor.factor_schedule import FactorSchedule
 from rankwise.mkor.options import MKOROptions
 from rankwise.mkor.sketches import Sketches, sign_table
+from rankwise.mkor.windows import is_identity
 from rankwise.plan.notes import Note
 from rankwise.plan.planner import Planned, Planner
 from rankwise.plan.step_unit import StepUnit
@@ -150,12 +151,7 @@ class FactorSteps:
     def _drop_untouched(self, keys: Sequence[str]) -> None:
         """Drop the states of matrices that are left out if their factors are still the identity."""
         for key in keys:
-            state = self._matrix_states.get(key, {})
-            factors = [value for side, value in state.items() if side != "failures"]
-            if all(
-                torch.equal(factor, torch.eye(len(factor), dtype=factor.dtype, device=factor.device))
-                for factor in factors
-            ):
+            if all(is_identity(name, value) for name, value in self._matrix_states.get(key, {}).items()):
                 self._matrix_states.pop(key, None)
 
     # --- when ---------------------------------------------------------------------------------------------------

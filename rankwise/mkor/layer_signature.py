@@ -24,6 +24,7 @@ class LayerSignature(NamedTuple):
         position: Position of the param group.
         blocks: Matrices that the weight's outputs are divided into; empty for a single matrix. They share the right
             factor, because they share the inputs.
+        window: Vectors of each factor inverse; 0 for dense ones.
     """
 
     outputs: int
@@ -32,11 +33,14 @@ class LayerSignature(NamedTuple):
     transposed: bool
     position: int
     blocks: tuple[Block, ...] = ()
+    window: int = 0
 
     @property
     def cost(self) -> float:
         """Floating-point operations of preconditioning one matrix."""
         columns = self.inputs + self.has_bias
+        if self.window:
+            return float(8 * self.window * self.outputs * columns)
         return sum(float(2 * outputs * columns * (outputs + columns)) for outputs in self.lefts.values())
 
     @property

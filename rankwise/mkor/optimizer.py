@@ -221,8 +221,9 @@ class MKOR(ShardedOptimizer):
         if self.switch.is_over:
             return
         table = self.table
+        records, window = self.statistics.records, self.options.window
         listens = self.needs_capture
-        tasks = matrix_tasks(unit, self.statistics.records, table) if listens else uncaptured_tasks(unit, table)
+        tasks = matrix_tasks(unit, records, table, window) if listens else uncaptured_tasks(unit, table)
         product = self._factors.product_type(unit.device, unit.dtype)
         # Matrices that lie whole on their owner are then stepped together.
         alone = self._factors.together(unit.device, unit.dtype, product) is not None

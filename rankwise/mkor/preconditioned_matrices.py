@@ -315,13 +315,14 @@ def uncaptured_tasks(unit: StepUnit, table: ParameterTable) -> list[MatrixTask]:
     return tasks
 
 
-def matrix_tasks(unit: StepUnit, records: Mapping[str, Record], table: ParameterTable) -> list[MatrixTask]:
+def matrix_tasks(unit: StepUnit, records: Mapping[str, Record], table: ParameterTable, window: int) -> list[MatrixTask]:
     """The unit's matrices; one whose bias is in the same param group of it takes it along.
 
     Args:
         unit: The unit.
         records: Records of the captured weights, by name.
         table: The parameters.
+        window: Vectors of each factor inverse; 0 for dense ones.
 
     Raises:
         LayoutError: A weight and its bias, of one param group, are in different units.
@@ -342,7 +343,7 @@ def matrix_tasks(unit: StepUnit, records: Mapping[str, Record], table: Parameter
             bias = _bundled(key, names.get(id(record.bias)), unit, table)
         inputs, outputs, transposed = record.shape
         blocks = table.blocks.get(key, ())
-        signature = LayerSignature(outputs, inputs, bias is not None, transposed, position, blocks)
+        signature = LayerSignature(outputs, inputs, bias is not None, transposed, position, blocks, window)
         tasks.append(MatrixTask(key, (key,) if bias is None else (key, bias), signature, signature.cost))
     return tasks
 

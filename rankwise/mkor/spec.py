@@ -6,10 +6,12 @@ from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from rankwise.mkor.backends import FirstOrder
 from rankwise.mkor.factors import KroneckerFactors
 from rankwise.mkor.options import MKOROptions
+from rankwise.mkor.windows import Window, names_of, resized
 from rankwise.routing.roles import ParameterInfo, Role, Route, RoutingPolicy, Rule
 from rankwise.states.element_states import StateTypes
 from rankwise.states.optimizer_spec import OptimizerSpec
@@ -29,7 +31,7 @@ class MKORSpec(OptimizerSpec):
     health_totals = ("factors_updated", "factors_skipped")
     product_option = "product_dtype"
     matrix_state_names = ("left", "right", "failures")
-    block_states = ("left",)
+    block_states = ("left", *names_of("left"))
     compared_options = ("rule",)  # it says what factors are the inverses of
     idle_advice: ClassVar[Mapping[str, str]] = {"both sides above": "raise 'max_factor_dim'"}
     sums_cover_fallback = True  # LAMB has a trust ratio per parameter, whatever the parameter's rule
@@ -38,6 +40,8 @@ class MKORSpec(OptimizerSpec):
         super().__init__(kind, options)
         self.first_order = FirstOrder(options.backend, options.nesterov)
         self.factors = KroneckerFactors(options)
+        kept = (*names_of("left"), *names_of("right")) if options.window else ("left", "right")
+        self.matrix_state_names = (*kept, "failures")  # type: ignore[misc]
 
     @property
     def family(self) -> str:
@@ -73,8 +77,23 @@ class MKORSpec(OptimizerSpec):
     ) -> Mapping[str, Collection[tuple[int, ...]]]:
         """Return the shapes of the factors; the right one has a side longer by 1 where the bias rides along."""
         outputs, inputs = info.logical_matrix_shape
-        right = [(inputs, inputs), (inputs + 1, inputs + 1)]
-        return {"left": [(outputs, outputs)], "right": right[:1] if self.options.sketches else right}
+        lengths = {"left": [outputs], "right": [inputs] if self.options.sketches else [inputs, inputs + 1]}
+        window = self.options.window
+        if window:
+            return {names_of(side)[0]: [(window, length) for length in found] for side, found in lengths.items()}
+        return {side: [(length, length) for length in found] for side, found in lengths.items()}
+
+    def converted(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Windows of another ``factor_decay`` or ``factor_dtype`` keep what weighs most."""
+        kept, length = dict(state), self.options.window
+        for name in state if length else ():
+            pair = name, name.replace("_vectors", "_weights")
+            found = [state.get(each) for each in pair]
+            if pair[0] != pair[1] and all(type(each) is Tensor and len(each) != length for each in found):
+                window = Window(*found)  # type: ignore[arg-type]
+                if window.vectors.dim() == 2 and len(window.vectors) == len(window.weights):
+                    kept |= zip(pair, resized(window, length), strict=True)
+        return kept
 
     def product_type(self, device: torch.device, dtype: torch.dtype) -> torch.dtype:
         """Return the type of products with gradients of a type on a device."""

@@ -158,6 +158,10 @@ class OptimizerSpec(ABC):
         """Running average of a matrix gradient's squared norm; None where the states do not tell it."""
         return None
 
+    def converted(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A matrix's saved states as these options keep them, where other ones have kept more or less of the same."""
+        return dict(state)
+
     def matrix_state_shapes(
         self, info: ParameterInfo, group: Mapping[str, Any]
     ) -> Mapping[str, Collection[tuple[int, ...]]]:

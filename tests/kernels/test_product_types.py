@@ -194,7 +194,7 @@ def test_steps_multiply_in_the_type_of_the_machine(
     option = RULES[name][2]
     assert f"; products in {'bfloat16' if fast else 'float32'} ({option}='auto');" in lines[0]
     if name == "mkor":
-        assert {state["left"].dtype for state in optimizer.matrix_states.values()} == {BF16}, (
+        assert {state["left_vectors"].dtype for state in optimizer.matrix_states.values()} == {BF16}, (
             "stored as the option says"
         )
 

@@ -51,14 +51,16 @@ def test_states_are_kept_by_block() -> None:
     assert ldadam.matrix_states["groups.weight[k]"]["basis"].shape == (6, 2)
     _, mkor = trained("mkor")
     factors = mkor.matrix_states["qkv.weight"]
-    assert {name: tuple(value.shape) for name, value in factors.items()} == {
-        "left[q]": (12, 12),
-        "left[k]": (8, 8),
-        "left[v]": (6, 6),
-        "right": (15, 15),  # with the bias
+    K = mkor.options.window
+    assert {name: tuple(value.shape) for name, value in factors.items() if "weights" not in name} == {
+        "left_vectors[q]": (K, 12),
+        "left_vectors[k]": (K, 8),
+        "left_vectors[v]": (K, 6),
+        "right_vectors": (K, 15),  # with the bias
         "failures": (),
     }
-    assert set(mkor.matrix_states["plain.weight"]) == {"left", "right", "failures"}
+    sides = ("left_vectors", "left_weights", "right_vectors", "right_weights")
+    assert set(mkor.matrix_states["plain.weight"]) == {*sides, "failures"}
 
 
 @pytest.mark.parametrize("case", MATRIX)
