@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from factor_windows import dense, fresh
+from factor_windows import dense, fresh, inverse
 from preconditioning import BF16, generator
+from test_mkor import build, make, train
 from torch import Tensor
 
+from rankwise import MKOR
 from rankwise.mkor import windows as module
 from rankwise.mkor.rule import factor_norm, factor_step, stabilize
 from rankwise.mkor.windows import Window, multiply_, resized, update_windows_, window_length
+from rankwise.options.validation import OptionError
 
 GAMMA = 0.95
 F64 = torch.float64
@@ -179,3 +182,48 @@ def test_another_length_keeps_what_weighs_most(length: int) -> None:
     assert other.vectors.shape == (length, 6) and other.weights.shape == (length,)
     assert (dense(other) - dense(window)).abs().max() < (1e-12 if length == 40 else 0.8**8)
     assert update_windows_([other], torch.ones(1, 6, dtype=F64), decay=0.8) and float(other.weights.max()) == 1.0
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def trained(steps: int = 3, **options: Any) -> tuple[Any, MKOR]:
+    model = make()
+    optimizer = build(model, update_interval=1, **options)
+    train(model, optimizer, range(steps))
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    "options", [{"factor_decay": 0.8}, {"factor_decay": 0.97}, {"factor_dtype": "bfloat16"}], ids=str
+)
+def test_windows_continue_under_other_options(options: dict[str, Any]) -> None:
+    _, before = trained()
+    model, after = trained(0, **options)
+    after.load_state_dict(before.state_dict())
+    loaded = {
+        key: {name: value.clone() for name, value in state.items()} for key, state in before.matrix_states.items()
+    }
+    length = window_length(options.get("factor_decay", 0.95), BF16 if "factor_dtype" in options else F64)
+    for key, state in after.matrix_states.everything().items():
+        for side in ("left", "right"):
+            assert len(state[f"{side}_vectors"]) == len(state[f"{side}_weights"]) == length
+            assert (inverse(state, side) - inverse(loaded[key], side)).abs().max() < 1e-12
+    train(model, after, range(3, 5))
+    assert all(int(state["failures"]) == 0 for state in after.matrix_states.values())
+
+
+def test_square_factors_of_older_checkpoints_are_refused_by_name() -> None:
+    _, optimizer = trained()
+    saved = optimizer.state_dict()
+    for key, state in optimizer.matrix_states.items():
+        dense_form = {side: inverse(state, side) for side in ("left", "right")}
+        saved["matrix_states"][key] = {**dense_form, "failures": state["failures"]}
+    with pytest.raises(ValueError, match=r"has 'left', which is invalid: it must be one of left_vectors, left_weights"):
+        trained(0)[1].load_state_dict(saved)
+
+
+def test_memories_longer_than_any_side_are_refused() -> None:
+    with pytest.raises(OptionError, match=r"factor_decay=0\.9999 is invalid: it must leave no more than 8192 vectors"):
+        build(make(), factor_decay=0.9999)
+    assert build(make(), factor_decay=0.9999, rule="ema").options.window == 0
