@@ -17,12 +17,12 @@ from rankwise.kernels.dispatch import product_dtype_for
 from rankwise.layout.fused_blocks import Block
 from rankwise.mkor import formulas
 from rankwise.mkor.dispatch import factor_update_for, precondition_into_for, together_for
-from rankwise.mkor.layer_signature import LayerSignature
+from rankwise.mkor.layer_signature import LayerSignature, layer_of
 from rankwise.mkor.options import MKOROptions
 from rankwise.mkor.preconditioning import Gradient, Preconditioned
 from rankwise.mkor.product_groups import ProductGroups
 from rankwise.mkor.rule import Rule, guarded, rescale_to_norm
-from rankwise.mkor.windows import Factor, Window, factor_of, multiply_, names_of, update_windows_
+from rankwise.mkor.windows import Factor, Norms, Window, factor_of, multiply_, names_of, update_windows_
 from rankwise.mkor.workspace import Workspace
 from rankwise.states.matrix_states import MatrixState
 from rankwise.statistics.factor_vectors import LayerVectors
@@ -54,6 +54,16 @@ class KroneckerFactors:
         # Users ask for wider factors because of their digits.
         return product_dtype_for(device, dtype) if self._options.factor_dtype == "bfloat16" else dtype
 
+    @property
+    def narrow_sums(self) -> bool:
+        """Whether sums over the holders of slices travel in bfloat16, as messages in few bits are asked for."""
+        return self._options.comm_dtype is not None
+
+    @property
+    def rescales(self) -> bool:
+        """Whether gradients keep their norms."""
+        return self._options.rescale is not None
+
     @staticmethod
     def computes_singly(device: torch.device, dtype: torch.dtype) -> bool:
         """Whether :meth:`apply_to_one` takes gradients of this type on this device."""
@@ -61,27 +71,35 @@ class KroneckerFactors:
 
     def fresh(self, signature: LayerSignature, device: torch.device) -> MatrixState:
         """Return identity factors, none for too long a side, and a count of factor steps that failed in a row."""
+        whole = dict(zip(("left", "right"), signature.whole_shape, strict=True))
         lengths = {name: (length, 0) for name, length in signature.lefts.items()}
         lengths["right"] = (signature.inputs, int(signature.has_bias))
         state: MatrixState = {}
         for side, (length, extra) in lengths.items():
-            if length <= self._options.max_factor_dim:
-                state |= self._identity(side, length + extra, device)
+            if whole.get(side, length) <= self._options.max_factor_dim:
+                # A slice has some of the vectors of the side that is not cut.
+                parts = signature.slices if length == whole.get(side) else 1
+                state |= self._identity(side, length + extra, parts, device)
         return {**state, "failures": torch.zeros((), dtype=torch.int32, device=device)}
 
-    def _identity(self, side: str, length: int, device: torch.device) -> MatrixState:
+    def _identity(self, side: str, length: int, parts: int, device: torch.device) -> MatrixState:
         dtype, window = getattr(torch, self._options.factor_dtype), self._options.window
         if not window:
             return {side: torch.eye(length, dtype=dtype, device=device)}
         vectors, weights = names_of(side)
         wide = torch.promote_types(dtype, torch.float32)
         return {
-            vectors: torch.zeros(window, length, dtype=dtype, device=device),
+            vectors: torch.zeros(window // parts, length, dtype=dtype, device=device),
             weights: torch.zeros(window, dtype=wide, device=device),
         }
 
     def lendable(self, task: MatrixTask) -> dict[str, int]:
-        """Return the bytes of a matrix's factors, which another rank may keep; the count of failures stays."""
+        """Return the bytes of a matrix's factors, which another rank may keep; the count of failures stays.
+
+        Slices stay, too: all ranks have some.
+        """
+        if task.whole is not None:
+            return {}
         state = self.fresh(task.signature, torch.device("meta"))
         return {name: value.nbytes for name, value in state.items() if name != "failures"}
 
@@ -91,6 +109,7 @@ class KroneckerFactors:
         states: Sequence[MatrixState],
         vectors: Mapping[str, LayerVectors],
         decay: float,
+        norms: Norms | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Do one guarded rank-1 update of both sides of a batch; a matrix that saw no token keeps its factors.
 
@@ -99,11 +118,12 @@ class KroneckerFactors:
             states: States of the matrices, changed in place.
             vectors: Statistics of the matrices, by key.
             decay: Factor momentum.
+            norms: What measures windows, where ranks do it together.
 
         Returns:
             Number of matrices that moved, and of those that stayed because the result was not finite, 0-d.
         """
-        seen = torch.cat([vectors[task.key][2] for task in tasks]) > 0
+        seen = torch.cat([vectors[layer_of(task)][2] for task in tasks]) > 0
         healthy = torch.ones_like(seen)
         for side in ("right", *tasks[0].signature.lefts):
             factors = _alike(states, side)
@@ -111,7 +131,7 @@ class KroneckerFactors:
                 vector = self._vector(side, tasks, vectors)
                 if self._options.sketches:
                     vector = self._of_sketch(vector)
-                healthy &= self._update(factors, vector, seen, decay) | ~seen
+                healthy &= self._update(factors, vector, seen, decay, norms) | ~seen
         failures = [state["failures"] for state in states]
         torch._foreach_copy_(failures, list(torch.where(healthy, 0, torch.stack(failures) + 1)))
         return (healthy & seen).sum(), (~healthy).sum()
@@ -127,19 +147,19 @@ class KroneckerFactors:
 
     def _vector(self, side: str, tasks: Sequence[MatrixTask], vectors: Mapping[str, LayerVectors]) -> Tensor:
         if side != "right":
-            outputs = torch.stack([vectors[task.key][1] for task in tasks]) * self._options.output_gain
+            outputs = torch.stack([vectors[layer_of(task)][1] for task in tasks]) * self._options.output_gain
             blocks = [block for block in tasks[0].signature.blocks if side == f"left[{block.name}]"]
             return replace(blocks[0], by_columns=False).of(outputs, outputs.shape[1]).flatten(1) if blocks else outputs
-        inputs = torch.stack([vectors[task.key][0] for task in tasks])
+        inputs = torch.stack([vectors[layer_of(task)][0] for task in tasks])
         return torch.cat([inputs, torch.ones_like(inputs[:, :1])], dim=1) if tasks[0].signature.has_bias else inputs
 
-    def _update(self, inverses: list[Any], vectors: Tensor, seen: Tensor, decay: float) -> Tensor:
+    def _update(self, inverses: list[Any], vectors: Tensor, seen: Tensor, decay: float, norms: Norms | None) -> Tensor:
         """Move the inverses that were seen, in place, and return which of them took the update."""
         options = self._options
         if options.window:
             product = self.product_type(vectors.device, vectors.dtype)
             of_norm: Any = {"stabilizer": self._stabilizer, "norm": options.stabilizer_norm, "product": product}
-            return update_windows_(inverses, vectors, decay=decay, seen=seen, **of_norm)
+            return update_windows_(inverses, vectors, decay=decay, seen=seen, norms=norms, **of_norm)
         update_in_place = factor_update_for(vectors.device, vectors.dtype, inverses[0].dtype)
         if options.sketches and update_in_place is not None:
             return update_in_place(inverses, vectors, decay=decay, seen=seen)
@@ -196,7 +216,7 @@ class KroneckerFactors:
                 for state, (weight, *biases) in zip(states, parts, strict=True)
             ]
             out = [row.split(sizes) for row in result]
-            together.precondition_into(out, gradients, product, self._options.rescale is not None)
+            together.precondition_into(out, gradients, product, self.rescales)
             return result
         left, right = _alike(states, "left"), _alike(states, "right")
         shape = (signature.outputs, signature.inputs)
@@ -205,7 +225,7 @@ class KroneckerFactors:
             left, right = right, left
             shape = (signature.inputs + signature.has_bias, signature.outputs)
         update = _products(stack, shape, left, right, product)
-        if self._options.rescale is None:
+        if not self.rescales:
             return update
         norms = (formulas.gradient_norm(stacked[:, None]) for stacked in (update, stack))
         return rescale_to_norm(update[:, None], stack[:, None], *norms)[:, 0]
@@ -226,8 +246,7 @@ class KroneckerFactors:
         """Precondition gradients of many matrices as
         :func:`rankwise.mkor.cuda.preconditioning_together.preconditioned_as` does.
         """
-        rescale = self._options.rescale is not None
-        return form.preconditioned_as(arrangement, runs, lefts, rights, product, rescale)  # type: ignore[no-any-return]
+        return form.preconditioned_as(arrangement, runs, lefts, rights, product, self.rescales)  # type: ignore[no-any-return]
 
     def apply_to_one(
         self,
@@ -264,10 +283,9 @@ class KroneckerFactors:
         shape, turned = (signature.outputs, signature.inputs), signature.transposed
         if turned:
             left, right, shape = right, left, shape[::-1]
-        rescale = self._options.rescale is not None
         into = precondition_into_for(parts[0].device, parts[0].dtype, signature.window > 0)
         assert into is not None
-        into(out, parts, shape, left, right, space, turned=turned, rescale=rescale, product=product)
+        into(out, parts, shape, left, right, space, turned=turned, rescale=self.rescales, product=product)
 
 
 def _by_block(

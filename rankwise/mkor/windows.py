@@ -14,8 +14,8 @@ place of the one with the least weight. Nothing of the size of J is ever kept, a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,6 +71,8 @@ class Window(NamedTuple):
 
 Factor = Tensor | Window
 """A factor inverse: dense, (d, d), or a window."""
+Sums = tuple[Callable[[Tensor], Tensor] | None, Callable[[Tensor], Tensor] | None]
+Norms = Callable[[Tensor, Tensor, FactorNorm, torch.dtype], Tensor]
 
 
 def window_length(decay: float, dtype: torch.dtype) -> int:
@@ -112,20 +114,25 @@ def resized(window: Window, length: int) -> Window:
 # --- gradients -------------------------------------------------------------------------------------------------------
 
 
-def multiply_(matrix: Tensor, left: Window | None, right: Window | None) -> Tensor:
+def multiply_(matrix: Tensor, left: Window | None, right: Window | None, add: Sums = (None, None)) -> Tensor:
     """Multiply a gradient by its factor inverses in place, and return it.
 
     Args:
         matrix: (..., m, n), in the type of the products; each of the two products is rounded to it.
         left: Windows of the rows, (..., K, m), or None for the identity.
         right: Windows of the columns, or None for the identity.
+        add: Where the matrix is a slice, what sums products over its rows, and over its columns, with those of the
+            others: those of the axis that is cut.
     """
+    of_rows, of_columns = add
     if left is not None:
         vectors, weighted = left.factored(matrix.dtype)
-        _subtract_(matrix, vectors.mT, weighted @ matrix)
+        product = weighted @ matrix
+        _subtract_(matrix, vectors.mT, product if of_rows is None else of_rows(product))
     if right is not None:
         vectors, weighted = right.factored(matrix.dtype)
-        _subtract_(matrix, matrix @ weighted.mT, vectors)
+        product = matrix @ weighted.mT
+        _subtract_(matrix, product if of_columns is None else of_columns(product), vectors)
     return matrix
 
 
@@ -148,6 +155,7 @@ def update_windows_(
     norm: FactorNorm = "row_sum",
     product: torch.dtype | None = None,
     seen: Tensor | None = None,
+    norms: Norms | None = None,
 ) -> Tensor:
     """Do :func:`rankwise.mkor.rule.factor_step` of the official rule on many windows, in place.
 
@@ -161,15 +169,17 @@ def update_windows_(
         norm: Norm of the stabilizer, of :data:`rankwise.mkor.formulas.FACTOR_NORMS`.
         product: Type of the products in this norm; None for that of all other arithmetic here.
         seen: (n,) bool, windows that take part; others keep every bit. None: all take part.
+        norms: What measures them in the place of :func:`window_norm`.
 
     Returns:
         (n,) bool, which windows took their vector; False for those that take no part.
     """
     most = max(1, _AT_ONCE.get(vectors.device.type, _AT_ONCE_ELSEWHERE) // windows[0].vectors.numel())
     seen = torch.ones(len(windows), dtype=torch.bool, device=vectors.device) if seen is None else seen
-    options = {"decay": decay, "stabilizer": stabilizer, "norm": norm, "product": product}
+    options: Any = {"decay": decay, "stabilizer": stabilizer, "norm": norm, "product": product}
+    options["norms"] = norms or window_norm
     parts = (slice(first, first + most) for first in range(0, len(windows), most))
-    taken = [_update_together_(windows[part], vectors[part], seen[part], **options) for part in parts]  # type: ignore[arg-type]
+    taken = [_update_together_(windows[part], vectors[part], seen[part], **options) for part in parts]
     return torch.cat(taken)
 
 
@@ -182,12 +192,13 @@ def _update_together_(
     stabilizer: tuple[float, float] | None,
     norm: FactorNorm,
     product: torch.dtype | None,
+    norms: Norms,
 ) -> Tensor:
     stored = Window.of(windows)
     wide = torch.float64 if torch.float64 in (stored.vectors.dtype, vectors.dtype) else torch.float32
     kept, weights, v = stored.vectors.to(wide), stored.weights.to(wide), vectors.to(wide)
     if stabilizer is not None:
-        size = window_norm(kept, weights, norm, product or wide)
+        size = norms(kept, weights, norm, product or wide)
         finite = size.isfinite()
         weights = torch.where((size > stabilizer[0])[:, None], stabilizer[1] * weights, weights)
         weights = torch.where(finite[:, None], weights, 0.0)
@@ -209,15 +220,26 @@ def _update_together_(
     return ok & seen
 
 
-def window_norm(vectors: Tensor, weights: Tensor, norm: FactorNorm, product: torch.dtype) -> Tensor:
-    """Return the norms (n,) of factors, given (n, K, d) and (n, K): some rows of J are there at a time."""
+def window_norm(
+    vectors: Tensor, weights: Tensor, norm: FactorNorm, product: torch.dtype, own: range | None = None
+) -> Tensor:
+    """Return the norms (n,) of factors, given (n, K, d) and (n, K): some rows of J are there at a time.
+
+    Args:
+        vectors: Vectors of the windows.
+        weights: Weights of the windows.
+        norm: Which norm.
+        product: Type of the products.
+        own: The rows of J to look at; None: all.
+    """
     count, _, side = vectors.shape
     weighted, vectors = (vectors * weights[..., None]).to(product), vectors.to(product)
     rows = max(1, _TILE.get(vectors.device.type, _TILE_ELSEWHERE) // (count * side))
     largest = []
-    for first in range(0, side, rows):
-        tile = weighted[..., first : first + rows].mT @ vectors
+    own = range(side) if own is None else own
+    for first in own[::rows]:
+        tile = weighted[..., first : min(first + rows, own.stop)].mT @ vectors
         tile.diagonal(first, -2, -1).sub_(1.0)
         sizes = torch.linalg.vector_norm(tile, ord=1 if norm == "row_sum" else math.inf, dim=-1, dtype=weights.dtype)
         largest.append(sizes.amax(-1))
-    return torch.stack(largest).amax(0)
+    return torch.stack(largest).amax(0) if largest else weights.new_zeros(count)
