@@ -22,7 +22,7 @@ from rankwise.mkor.options import MKOROptions
 from rankwise.mkor.preconditioning import Gradient, Preconditioned
 from rankwise.mkor.product_groups import ProductGroups
 from rankwise.mkor.rule import Rule, guarded, rescale_to_norm
-from rankwise.mkor.windows import Factor, Norms, Window, factor_of, multiply_, names_of, update_windows_
+from rankwise.mkor.windows import Factor, Norms, Window, factor_of, multiply_, update_windows_
 from rankwise.mkor.workspace import Workspace
 from rankwise.states.matrix_states import MatrixState
 from rankwise.statistics.factor_vectors import LayerVectors
@@ -31,7 +31,7 @@ __all__ = ["KroneckerFactors"]
 
 
 class KroneckerFactors:
-    """Creates, moves and applies the factors; the states stay with their owner.
+    """Moves and applies the factors; the states stay with their owner.
 
     Args:
         options: Options of MKOR.
@@ -68,40 +68,6 @@ class KroneckerFactors:
     def computes_singly(device: torch.device, dtype: torch.dtype) -> bool:
         """Whether :meth:`apply_to_one` takes gradients of this type on this device."""
         return precondition_into_for(device, dtype) is not None
-
-    def fresh(self, signature: LayerSignature, device: torch.device) -> MatrixState:
-        """Return identity factors, none for too long a side, and a count of factor steps that failed in a row."""
-        whole = dict(zip(("left", "right"), signature.whole_shape, strict=True))
-        lengths = {name: (length, 0) for name, length in signature.lefts.items()}
-        lengths["right"] = (signature.inputs, int(signature.has_bias))
-        state: MatrixState = {}
-        for side, (length, extra) in lengths.items():
-            if whole.get(side, length) <= self._options.max_factor_dim:
-                # A slice has some of the vectors of the side that is not cut.
-                parts = signature.slices if length == whole.get(side) else 1
-                state |= self._identity(side, length + extra, parts, device)
-        return {**state, "failures": torch.zeros((), dtype=torch.int32, device=device)}
-
-    def _identity(self, side: str, length: int, parts: int, device: torch.device) -> MatrixState:
-        dtype, window = getattr(torch, self._options.factor_dtype), self._options.window
-        if not window:
-            return {side: torch.eye(length, dtype=dtype, device=device)}
-        vectors, weights = names_of(side)
-        wide = torch.promote_types(dtype, torch.float32)
-        return {
-            vectors: torch.zeros(window // parts, length, dtype=dtype, device=device),
-            weights: torch.zeros(window, dtype=wide, device=device),
-        }
-
-    def lendable(self, task: MatrixTask) -> dict[str, int]:
-        """Return the bytes of a matrix's factors, which another rank may keep; the count of failures stays.
-
-        Slices stay, too: all ranks have some.
-        """
-        if task.whole is not None:
-            return {}
-        state = self.fresh(task.signature, torch.device("meta"))
-        return {name: value.nbytes for name, value in state.items() if name != "failures"}
 
     def move(
         self,

@@ -37,8 +37,7 @@ from rankwise.options.constructor import options_as_keywords
 from rankwise.plan.kept_states import fetch_kept_states, refuse_stranded, return_kept_states
 from rankwise.plan.notes import Note
 from rankwise.plan.step_costs import ScratchMemory, StepCosts
-from rankwise.plan.step_unit import Bucket, StepUnit
-from rankwise.states.matrix_states import MatrixState
+from rankwise.plan.step_unit import Bucket, Collectives, StepUnit
 from rankwise.statistics.collector import Collector
 from rankwise.statistics.factor_vectors import LayerVectors
 from rankwise.statistics.hooks import Capture, Describe
@@ -56,11 +55,6 @@ _MOVED: Note[list[str]] = Note("matrices whose factors the step under way has mo
 
 def _scratch_of(tasks: Sequence[MatrixTask]) -> int:
     return scratch_of([sum(task.signature.sizes) for task in tasks])
-
-
-def _cut_states(task: MatrixTask) -> dict[str, int]:
-    cut = task.signature.cut
-    return {} if cut is None else {"left_vectors": 1 - cut, "right_vectors": cut}
 
 
 def _follow_resets(optimizer: weakref.ref[MKOR]) -> None:
@@ -230,12 +224,12 @@ class MKOR(ShardedOptimizer):
 
     # --- plan ---------------------------------------------------------------------------------------------------
 
-    def plan(self, unit: StepUnit) -> None:
+    def plan(self, unit: StepUnit) -> Collectives:
         """Plan the owners of the captured matrices, unless the backend has taken over."""
         self.statistics.require()
         self.statistics.follow_exchanged()
         if self.switch.is_over:
-            return
+            return Collectives()
         table = self.table
         records, window = self.statistics.records, self.options.window
         listens = self.needs_capture
@@ -245,8 +239,8 @@ class MKOR(ShardedOptimizer):
         alone = self._factors.together(unit.device, unit.dtype, product) is not None
         slices = self._slices(unit, tasks)
         tasks = sliced_tasks(tasks, slices)
-        self.planner.choose_owners(unit, tasks, slices, alone=alone, lendable=self._factors.lendable)
         self.factor_steps.watch(unit, tasks)
+        return self.planner.choose_owners(unit, tasks, slices, alone=alone)
 
     def _slices(self, unit: StepUnit, tasks: Sequence[MatrixTask]) -> dict[str, SlicedMatrix]:
         """The matrices that ranks compute together, one slice each."""
@@ -305,17 +299,12 @@ class MKOR(ShardedOptimizer):
         )
         return StepCosts(
             sums=(2,) if self.options.backend == "lamb" else (),
-            matrix_state=self._fresh,
             periodic=self._periodic_messages(unit, elements * unit.dtype.itemsize),
             period=self.options.interval,
             scratch=ScratchMemory(alone=_scratch_of, stacked=_scratch_of, spends_stack=True),
             together=partial(self._together, unit),
-            cut_states=_cut_states,
             scalars=(8,) * (bool(tasks) and not unit.layout.all_hold) + (16,) * self.switch.watches(unit),
         )
-
-    def _fresh(self, task: MatrixTask, device: torch.device) -> MatrixState:
-        return self._factors.fresh(task.signature, device)
 
     def _periodic_messages(self, unit: StepUnit, size: int) -> tuple[int, ...]:
         if self.switch.is_over or not size or not self.needs_capture:
@@ -350,7 +339,7 @@ class MKOR(ShardedOptimizer):
         if unit.exchange is None:
             return buckets
         refuse_stranded(unit, self.matrix_states, "failures")
-        fetch_kept_states(unit, self.matrix_states, self._fresh)
+        fetch_kept_states(unit, self.matrix_states)
         unit.notes[_MOVED] = list(due)
         matrices = StepMatrices(unit, buckets, self.param_groups, self.health)
         rule = MKORRule(matrices, self._first_order, self._factors, self.matrix_states, vectors, self._holders(unit))

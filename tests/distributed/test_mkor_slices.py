@@ -127,9 +127,9 @@ def _whole(rank: int, world: int, axis: int) -> dict[str, dict[str, Tensor]]:
     optimizer, found = framework.optimizer, {}
     for unit in optimizer.planned_units:
         saved: dict[str, dict[str, Tensor]] = {}
-        for key, name, value in whole_states(unit, optimizer.step_costs(unit), optimizer.matrix_states.everything()):
+        for key, name, value in whole_states(unit, optimizer.matrix_states.everything()):
             saved.setdefault(key, {})[name] = value
-        parts = owned_parts("mkor", unit, optimizer.step_costs(unit), saved)
+        parts = owned_parts("mkor", unit, saved)
         for key, state in parts.items():
             assert all(torch.equal(value, optimizer.matrix_states[key][name]) for name, value in state.items()), key
         found |= saved
