@@ -120,7 +120,7 @@ class SlicedWindows:
         side, count, rank = vectors.shape[-1], self.holders.count, self.holders.rank
         rows = range(rank * side // count, (rank + 1) * side // count)
         sizes = window_norm(vectors, weights, norm, product, rows)
-        # A maximum over ranks may overlook a NaN.
+        # A rank may have no row, and a maximum overlook a NaN.
         return self.holders.largest(torch.where(sizes.isfinite(), sizes, torch.inf))
 
     def precondition(self, matrix: Tensor, other: Sequence[Any], product: torch.dtype, rescale: bool) -> Tensor:

@@ -15,8 +15,10 @@ from ranks import run_ranks
 from simulated import CASES, Framework, reference, run_of, world_group
 from torch import Tensor
 
+from rankwise.comm.slice_holders import Holders
 from rankwise.estimate import estimate
-from rankwise.mkor.sliced_windows import exchanged, sends_less
+from rankwise.mkor.sliced_windows import SlicedWindows, exchanged, sends_less
+from rankwise.mkor.windows import window_norm
 
 KEY, ROWS, COLUMNS, STEPS = "c.weight", 12, 20, 7
 
@@ -115,6 +117,24 @@ def test_a_damaged_window_begins_anew_on_all_ranks() -> None:
     for outcome in run_ranks(2, partial(_train, spoil="window"), 0, {}):
         assert outcome.health["factors_skipped"] == 0.0
         assert 1e-6 < outcome.error < 1.0
+
+
+@pytest.mark.parametrize("norm", ["row_sum", "max_entry"])
+def test_a_side_shorter_than_the_number_of_ranks(norm: Any) -> None:
+    """Ranks without a row overlook nothing: what others have seen is larger, in whatever order it is compared."""
+    vectors, weights = torch.randn(1, 16, 3, dtype=torch.float64), torch.rand(1, 16, dtype=torch.float64) / 16
+
+    def norms() -> Tensor:
+        found = []
+        for rank in range(8):
+            holders = Holders(rank, lambda values: values, lambda values: values, 8)
+            found.append(SlicedWindows(0, [], holders, False).norms(vectors, weights, norm, torch.float64))
+        assert not any(value.isnan() for value in found)
+        return torch.cat(found).amax()
+
+    torch.testing.assert_close(norms(), window_norm(vectors, weights, norm, torch.float64)[0])
+    vectors[0, 2, 1] = torch.nan
+    assert norms().isinf()
 
 
 def _whole(rank: int, world: int) -> list[dict[str, dict[str, Tensor]]]:
