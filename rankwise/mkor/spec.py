@@ -102,6 +102,11 @@ class MKORSpec(OptimizerSpec):
         """Routes that give the rule linear weights; embeddings and heads take the backend."""
         return RoutingPolicy(embeddings=False, exclude=self.options.exclude)
 
+    @property
+    def learns_from_modules(self) -> bool:
+        """Whether ``capture`` is still to show the modules."""
+        return not self.options.sketches
+
     def adjust_route(self, info: ParameterInfo, group: Mapping[str, Any], chosen: Route) -> Route:
         """Route parameters that cannot be captured, and matrices without a side for a factor, to the backend."""
         if chosen.rule == "matrix" and info.role is Role.EXPERT and not self.options.sketches:

@@ -102,6 +102,11 @@ class OptimizerSpec(ABC):
         """Change a parameter's route, after everything else was considered."""
         return chosen
 
+    @property
+    def learns_from_modules(self) -> bool:
+        """Whether the optimizer is shown the model's modules after it is built, whatever the framework."""
+        return False
+
     def splits(self, info: ParameterInfo) -> bool:
         """Whether the rule treats each logical matrix of a fused weight as a matrix."""
         return False
