@@ -131,6 +131,8 @@ class ProductForm:
     @property
     def is_stacked(self) -> bool:
         """Whether one product multiplies several matrices of this form."""
+        if self.windows and self.keeps_strides:
+            return True
         return self.rows * self.columns <= _SMALL and not self.has_last_column
 
 
@@ -234,5 +236,6 @@ def _operands(gradient: GradientForm, form: ProductForm, start: int) -> Iterator
 
 
 def _at_once(form: ProductForm, places: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    most = max(1, _COPIES // (form.rows**2 + form.columns**2)) if form.is_stacked else 1
+    size = form.rows + form.columns if form.windows else form.rows**2 + form.columns**2
+    most = max(1, _COPIES // size) if form.is_stacked else 1
     return (places[first : first + most] for first in range(0, len(places), most))

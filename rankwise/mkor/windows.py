@@ -41,7 +41,7 @@ _MULTIPLE = 16
 """Windows have a multiple of so many vectors, which products take without padding."""
 _TILE = {"cpu": 1 << 19}
 """Elements of J that are there at a time while its norm is taken, by type of device; on others `_TILE_ELSEWHERE`."""
-_TILE_ELSEWHERE = 1 << 25
+_TILE_ELSEWHERE = 1 << 27
 _AT_ONCE = {"cpu": 1}
 """Elements of windows that are moved together, unless a single one has more, by type of device."""
 _AT_ONCE_ELSEWHERE = 1 << 26
@@ -66,7 +66,8 @@ class Window(NamedTuple):
     def factored(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return P and Q, (..., K, d) in the type of products, with which J is the identity less ``P^T Q``."""
         # The weights are on one side only, so that the other one is not rounded once more.
-        return self.vectors.to(dtype), self.vectors.mul(self.weights[..., None]).to(dtype)
+        weighted = torch.empty_like(self.vectors, dtype=dtype)
+        return self.vectors.to(dtype), torch.mul(self.vectors, self.weights[..., None], out=weighted)
 
 
 Factor = Tensor | Window
@@ -201,8 +202,8 @@ def _update_together_(
         size = norms(kept, weights, norm, product or wide)
         finite = size.isfinite()
         weights = torch.where((size > stabilizer[0])[:, None], stabilizer[1] * weights, weights)
-        weights = torch.where(finite[:, None], weights, 0.0)
-        kept = torch.where(finite[:, None, None], kept, 0.0)
+        weights = weights.masked_fill(~finite[:, None], 0.0)
+        kept = kept.masked_fill(~finite[:, None, None], 0.0)
     shrunk = decay * weights
     coordinates = shrunk * (kept @ v[..., None])[..., 0]
     u = v - (kept.mT @ coordinates[..., None])[..., 0]
@@ -210,9 +211,10 @@ def _update_together_(
     u = u / (1.0 + curvature).sqrt()
     ok = u.to(stored.vectors.dtype).isfinite().all(-1)
     # All weights shrink alike, so that the least one is the oldest.
-    place = torch.nn.functional.one_hot(shrunk.argmin(-1), shrunk.shape[-1]).bool()
-    weights = torch.where(ok[:, None], torch.where(place, 1.0, shrunk), weights)
-    kept = torch.where((place & ok[:, None])[..., None], u[:, None], kept)
+    place = shrunk.argmin(-1, keepdim=True)
+    weights = torch.where(ok[:, None], shrunk.scatter(-1, place, 1.0), weights)
+    rows = place[..., None].expand(-1, -1, u.shape[-1])
+    kept = torch.where(ok[:, None, None], kept.scatter(-2, rows, u[:, None]), kept)
     weights = torch.where(seen[:, None], weights, stored.weights.to(wide))
     kept = torch.where(seen[:, None, None], kept, stored.vectors.to(wide))
     for targets, values in zip(zip(*windows, strict=True), (kept, weights), strict=True):
@@ -235,11 +237,10 @@ def window_norm(
     count, _, side = vectors.shape
     weighted, vectors = (vectors * weights[..., None]).to(product), vectors.to(product)
     rows = max(1, _TILE.get(vectors.device.type, _TILE_ELSEWHERE) // (count * side))
-    largest = []
+    sizes = []
     own = range(side) if own is None else own
     for first in own[::rows]:
         tile = weighted[..., first : min(first + rows, own.stop)].mT @ vectors
         tile.diagonal(first, -2, -1).sub_(1.0)
-        sizes = torch.linalg.vector_norm(tile, ord=1 if norm == "row_sum" else math.inf, dim=-1, dtype=weights.dtype)
-        largest.append(sizes.amax(-1))
-    return torch.stack(largest).amax(0) if largest else weights.new_zeros(count)
+        sizes.append(torch.linalg.vector_norm(tile, 1 if norm == "row_sum" else math.inf, dim=-1, dtype=weights.dtype))
+    return torch.cat(sizes, dim=-1).amax(-1) if sizes else weights.new_zeros(count)

@@ -512,7 +512,9 @@ def test_state_is_what_the_rule_needs(name: str, per_element: int | None) -> Non
         assert held["2.weight"] == 2 * 10 + 2 * 2 * 10 + 2  # basis, moments, count, beta1
     else:
         moments = 1 if name == "mkor-sgd" else 2
-        assert held["0.weight"] == 60 * moments + 10 * 10 + 7 * 7  # and a 32-bit count of failures
+        K = optimizer.options.window  # type: ignore[attr-defined]
+        # Vectors and weights of either side, or square factors under another rule; and a 32-bit count of failures.
+        assert held["0.weight"] == 60 * moments + (K * (10 + 7 + 2) if K else 10 * 10 + 7 * 7)
 
 
 def test_rows_read_well() -> None:

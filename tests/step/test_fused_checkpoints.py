@@ -72,7 +72,7 @@ def test_other_matrices_start_afresh(case: str, divided: bool, caplog: pytest.Lo
     with caplog.at_level(logging.WARNING, "rankwise"):
         fresh, found = reloaded(case, network, optimizer, **after)
     (message,) = [record.getMessage() for record in caplog.records if "afresh" in record.getMessage()]
-    lost = "(left)" if case.startswith("mkor") else "(basis, exp_avg, exp_avg_sq, step, beta1)"
+    lost = "(left_vectors, left_weights)" if case.startswith("mkor") else "(basis, exp_avg, exp_avg_sq, step, beta1)"
     # Three are named; under MKOR a stack's states are by element.
     others = len(LAYERS) - 3 - case.startswith("mkor")
     assert lost in message and f" and {others} more for another" in message and "plain" not in message
@@ -83,7 +83,7 @@ def test_other_matrices_start_afresh(case: str, divided: bool, caplog: pytest.Lo
     assert "plain.weight" in kept
     if case.startswith("mkor"):
         # All blocks see the same inputs.
-        assert kept["qkv.weight"] == {"right", "failures"}
+        assert kept["qkv.weight"] == {"right_vectors", "right_weights", "failures"}
     else:
         assert set(kept) == {"plain.weight"}
     weights = train(fresh, found, 2)
