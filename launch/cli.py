@@ -14,7 +14,7 @@ from rankwise.launch.exit_codes import EXIT_CODES, OrderlyGroup
 from rankwise.launch.settings import Form, Place, Ranks, Settings
 from rankwise.launch.terminal import complain, console, say
 from rankwise.launch.typed_options import bad_usage, count, takes_dataclasses
-from rankwise.rule_modules import VARIABLE, add_rule_modules
+from rankwise.rule_modules import VARIABLE, add_rule_modules, names_rule_modules
 from rankwise.version import __version__
 
 __all__ = ["app"]
@@ -40,6 +40,8 @@ def _version(asked: bool) -> None:
 
 
 def _add_rules(words: list[str] | None) -> None:
+    if not (words or names_rule_modules()):
+        return  # what needs no torch answers without its import
     with bad_usage():
         # The first import of the names reads the variable.
         importlib.import_module("rankwise.names")

@@ -97,7 +97,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # What optimizers of users' own may import.
     "rankwise.extension": ("rankwise.names", *ROOMS),
     # For one framework; imported by nobody but its users.
-    "rankwise.hf": (*PAPERS, "rankwise.names", "rankwise.options", "rankwise.routing", "rankwise.statistics"),
+    "rankwise.hf": (*PAPERS, "rankwise.names", *ROOMS),
     "rankwise.torchtitan": ("rankwise.names", *ROOMS),
     # ``python -m rankwise``: imported by nobody.
     "rankwise.__main__": ("rankwise.launch",),
