@@ -6,7 +6,7 @@
 #
 # DATA is what Megatron's tools/preprocess_data.py wrote. On several nodes start
 # "torchrun ... -m rankwise.launch.megatron_shim pretrain_gpt.py ..." in the place of "rankwise megatron --ranks N".
-# More arguments are passed on: bash pretrain_gpt.sh --train-iters 100
+# More arguments are passed on, as in "bash pretrain_gpt.sh --train-iters 100"; DRY_RUN=1 prints what would be started.
 set -eu
 
 SCRIPT=$MEGATRON/pretrain_gpt.py
@@ -28,7 +28,7 @@ else
     PARALLEL=(--tensor-model-parallel-size 4 --sequence-parallel)
 fi
 
-exec rankwise megatron "${RUN[@]}" "$SCRIPT" \
+exec rankwise megatron ${DRY_RUN:+--dry-run} "${RUN[@]}" "$SCRIPT" \
     --optimizer "$OPTIMIZER" --lr "${LR:-1.2e-3}" --min-lr 1.2e-4 --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0 \
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16 \
     --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope \

@@ -75,7 +75,7 @@ _CALLED = ("matrix rule", "elements", "messages", "of these hidden", "exposed", 
 
 def _times(costs: list[Cost]) -> Table:
     """Return a column of milliseconds for each device: the longest figures fit in 80 columns, side by side."""
-    table = Table(title="Milliseconds of the optimizer's step on the slowest rank")
+    table = Table(title="Milliseconds of a step on the slowest rank")
     table.add_column("", no_wrap=True)
     for one in costs:
         table.add_column(one.device.name, justify="right", no_wrap=True)
@@ -87,7 +87,7 @@ def _times(costs: list[Cost]) -> Table:
 
 def _three_digits(milliseconds: float) -> str:
     if milliseconds >= 10_000:
-        return f"{milliseconds / 1e3:,.0f} s"
+        return f"{milliseconds / 1e3:,.{1 if milliseconds < 1e6 else 0}f} s"
     return f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.2f}"
 
 

@@ -65,7 +65,7 @@ def test_the_trainer_builds_and_steps_every_type(name: str, tmp_path: Path, caps
     trainer = _trainer(name, tmp_path)
     trainer.train()
     optimizer = _inner(trainer)
-    told = re.findall(r"^rankwise (\S+): [\d.]+% of [\\d,]+ weights .* take its rule", capsys.readouterr().out, re.M)
+    told = re.findall(r"^rankwise (\S+): [\d.]+% of [\d,]+ weights .* take its rule", capsys.readouterr().out, re.M)
     assert [name.lower() for name in told] == [name], "once, by the name that was written"
     assert isinstance(optimizer, BY_NAME[name].optimizer)
     rules = {row.name: row.rule for row in optimizer.explain()}
