@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from rankwise.launch import inspection_commands as looking
 from rankwise.launch.exit_codes import EXIT_CODES, OrderlyGroup
-from rankwise.launch.settings import Form, Place, Ranks, Settings
+from rankwise.launch.settings import ON_A_GPU, Form, Place, Ranks, Settings
 from rankwise.launch.terminal import complain, console, say
 from rankwise.launch.typed_options import bad_usage, count, takes_dataclasses
 from rankwise.rule_modules import VARIABLE, add_rule_modules, names_rule_modules
@@ -77,11 +78,11 @@ app.command(epilog="Example: rankwise explain --config ds.json --model gpt2-smal
 
 @app.command(epilog="Example: rankwise train --optimizer adamw,mkor --steps 500 --stage 3 --ranks 2")
 @takes_dataclasses
-def train(settings: Settings, dry_run: _DryRun = False) -> None:
+def train(context: typer.Context, settings: Settings, dry_run: _DryRun = False) -> None:
     """Pretrain a small language model with one or more optimizers and compare them.
 
     The runs share model, data, schedule and DeepSpeed configuration, but for its "optimizer" block.
-    Megatron is given the same values.
+    Megatron is given the same values. On GPUs what is not typed is GPT-2 small's shape, compiled, in bfloat16.
     """
     from rankwise.launch.data import load_corpus, load_tokenizer
     from rankwise.launch.run_configs import planned_runs
@@ -90,6 +91,8 @@ def train(settings: Settings, dry_run: _DryRun = False) -> None:
 
     with bad_usage():
         cpu, processes = choose_device(settings.device, settings.ranks)
+        if not cpu and settings.framework == "deepspeed" and settings.config is None:
+            settings = replace(settings, **_untyped(context, ON_A_GPU))
         runs = planned_runs(settings, processes)
         if dry_run:
             for run in runs:
@@ -103,6 +106,12 @@ def train(settings: Settings, dry_run: _DryRun = False) -> None:
     labels = ", ".join(run.label for run in runs)
     say(f"runs: {labels} on {processes} {'CPU' if cpu else 'GPU'} rank(s), results in {settings.output}")
     _train_and_compare(runs, processes, cpu, settings.output)
+
+
+def _untyped(context: typer.Context, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of options that were not typed."""
+    typed = {name for name in values if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+    return {name: value for name, value in values.items() if name not in typed}
 
 
 def _script(run: Settings) -> str:

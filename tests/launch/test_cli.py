@@ -18,6 +18,9 @@ from rankwise.launch.cli import app
 from rankwise.launch.explain import why_owner
 from rankwise.launch.optimizer_guide import CHOICES, as_markdown
 from rankwise.launch.planning.optimizers import built, chosen
+from rankwise.launch.pretrain import _of_device
+from rankwise.launch.report import results_table
+from rankwise.launch.settings import Settings
 from rankwise.names import BY_NAME, BY_SPELLING, is_ours
 from rankwise.version import __version__
 
@@ -465,3 +468,31 @@ def test_one_device_connection_only_where_megatron_asserts_it(arguments: str, wa
     from rankwise.launch.megatron_shim import wants_one_connection
 
     assert wants_one_connection(arguments.split()) == wanted
+
+
+def test_train_takes_a_gpus_shape_for_what_was_not_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    monkeypatch.setattr("rankwise.launch.spawn.choose_device", lambda device, ranks: (False, 1))
+    words = ["train", "--dry-run", "--output", str(tmp_path), "--optimizer", "mars-m"]
+    status, _ = run(*words, "--layers", "4", "--no-bf16")
+    settings = json.loads((tmp_path / "mars-m/settings.json").read_text())
+    assert status == 0 and settings["layers"] == 4, "as typed, although it is the default on CPUs"
+    assert (settings["hidden"], settings["seq_len"], settings["compiled"]) == (768, 1024, "inductor")
+    assert settings["deepspeed"]["optimizer"]["params"]["lr"] == 6e-3, "of the files for GPT-2 small"
+    assert "bf16" not in settings["deepspeed"] and settings["deepspeed"]["train_micro_batch_size_per_gpu"] == 64
+    monkeypatch.setattr("rankwise.launch.spawn.choose_device", lambda device, ranks: (True, 2))
+    run(*words)
+    settings = json.loads((tmp_path / "mars-m/settings.json").read_text())
+    assert settings["hidden"] == 192 and settings["compiled"] is None and "bf16" not in settings["deepspeed"]
+
+
+def test_a_gpus_memory_and_share_of_its_peak_are_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 << 30)
+    found = _of_device(1e5, 10**8, Settings(layers=10, hidden=100, heads=1, seq_len=1000))
+    assert found["share_of_peak"] == pytest.approx(1e5 * (6e8 + 12e6) / 989e12) and found["device"].startswith("NVIDIA")
+    common = {"parameters": 1, "world_size": 1, "layout": "ZeRO-2", "steps": 1, "tokens": 1, "unigram_entropy": 1.0}
+    shown = {"validation_loss": 1.0, "tokens_per_second": 1.0, "step_share": 0.1, "state_bytes_per_rank": 1}
+    columns = [len(results_table([{"label": "a", **common, **shown, **of}]).columns) for of in (found, {})]
+    assert columns == [7, 5]
