@@ -479,7 +479,7 @@ def test_train_takes_a_gpus_shape_for_what_was_not_typed(monkeypatch: pytest.Mon
     assert status == 0 and settings["layers"] == 4, "as typed, although it is the default on CPUs"
     assert (settings["hidden"], settings["seq_len"], settings["compiled"]) == (768, 1024, "inductor")
     assert settings["deepspeed"]["optimizer"]["params"]["lr"] == 6e-3, "of the files for GPT-2 small"
-    assert "bf16" not in settings["deepspeed"] and settings["deepspeed"]["train_micro_batch_size_per_gpu"] == 64
+    assert "bf16" not in settings["deepspeed"] and settings["deepspeed"]["train_micro_batch_size_per_gpu"] == 16
     monkeypatch.setattr("rankwise.launch.spawn.choose_device", lambda device, ranks: (True, 2))
     run(*words)
     settings = json.loads((tmp_path / "mars-m/settings.json").read_text())
