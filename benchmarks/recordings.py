@@ -63,7 +63,7 @@ RECORDINGS: Sequence[Recording] = (
     ),
     Recording(
         "explain --config ds.json --model gpt2-small",
-        "Which rule each parameter takes; equal layers share a line, unless `--all` is given. With `--ranks 4`, also "
+        "Which rule each parameter takes; equal layers share a line, unless `--all` is given. `--ranks 4` adds "
         "which rank owns each matrix (MKOR's factors, LDAdam's basis), and why.",
     ),
     Recording(

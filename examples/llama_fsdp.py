@@ -40,7 +40,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sample")
     parser.add_argument("--micro-batch", type=int, default=4)
-    parser.add_argument("--save", type=Path, default=Path("checkpoint"))
+    parser.add_argument("--save", type=Path, default=Path("checkpoints"))
     parser.add_argument("--save-every", type=int, default=1000)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a model for CPUs")
@@ -97,8 +97,9 @@ def main() -> None:
     warmup = max(args.steps // 50, 1)
     done = 0
     if args.resume:
+        whole = [folder for folder in args.save.iterdir() if (folder / ".metadata").is_file()]  # it is written last
         saved = states(model, optimizer, 0)
-        dcp.load(saved, checkpoint_id=args.save)
+        dcp.load(saved, checkpoint_id=max(whole, key=lambda folder: int(folder.name)))
         set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
         done = saved["steps"]
     tokens, begun, first = read_tokens(args.text), time.perf_counter(), done
@@ -116,7 +117,7 @@ def main() -> None:
             rate /= time.perf_counter() - begun
             print(f"step {step + 1}: loss {loss.item():.4f}, {rate:,.0f} tokens/s", flush=True)
         if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
-            dcp.save(states(model, optimizer, step + 1), checkpoint_id=args.save)
+            dcp.save(states(model, optimizer, step + 1), checkpoint_id=args.save / str(step + 1))
     dist.destroy_process_group()
 
 
