@@ -61,9 +61,8 @@ def model_and_tokens(args: argparse.Namespace) -> tuple[nn.Module, Tensor]:
     if args.tiny:
         sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
         torch.manual_seed(0)
-        return LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)), torch.frombuffer(
-            text[: 1 << 20], dtype=torch.uint8
-        )
+        tokens = torch.frombuffer(bytearray(text[: 1 << 20]), dtype=torch.uint8)
+        return LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)), tokens
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     tokens = tokenizer(text.decode("utf-8", "replace"), return_tensors="pt").input_ids[0]
     return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16), tokens
