@@ -85,7 +85,8 @@ def _printing(optimizer: type[ShardedOptimizer], spelling: str) -> type[Optimize
         made.reports.announce = print_on_first_rank
         return made
 
-    return type(optimizer.__name__, (Optimizer,), {"__new__": built, "__doc__": optimizer.__doc__})
+    kind: type[Optimizer] = type(optimizer.__name__, (Optimizer,), {"__new__": built, "__doc__": optimizer.__doc__})
+    return kind
 
 
 class _MARSOfTrainer(MARS):

@@ -213,6 +213,7 @@ def test_the_core_imports_without_any_framework() -> None:
         "import sys\n"
         f"for name in {FRAMEWORKS!r}: sys.modules[name] = None\n"
         "import rankwise, rankwise.statistics.hooks, rankwise.comm\n"
+        "[getattr(rankwise, name) for name in rankwise.__all__]\n"
         f"assert not [n for n in sys.modules if n.split('.')[0] in {OURS[1:]!r} or n.startswith('rankwise.launch')]\n"
         "assert 'torch._dynamo' not in sys.modules\n"
     )
