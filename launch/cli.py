@@ -81,8 +81,7 @@ app.command(epilog="Example: rankwise explain --config ds.json --model gpt2-smal
 def train(context: typer.Context, settings: Settings, dry_run: _DryRun = False) -> None:
     """Pretrain a small language model with one or more optimizers and compare them.
 
-    The runs share model, data, schedule and DeepSpeed configuration, but for its "optimizer" block.
-    Megatron is given the same values. On GPUs what is not typed is GPT-2 small's shape, compiled, in bfloat16.
+    The runs share all but the "optimizer" block. On GPUs what is not typed is GPT-2 small's, compiled, in bfloat16.
     """
     from rankwise.launch.data import load_corpus, load_tokenizer
     from rankwise.launch.run_configs import planned_runs

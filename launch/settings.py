@@ -16,14 +16,9 @@ from rankwise.launch.typed_options import count, share
 __all__ = ["ON_A_GPU", "Config", "Form", "Framework", "Place", "Ranks", "Settings"]
 
 ON_A_GPU: dict[str, Any] = {
-    **{"layers": 12, "hidden": 768, "heads": 12, "seq_len": 1024, "micro_batch": 64, "steps": 1000},
-    **{
-        "values_of": "gpt2-small",
-        "bf16": True,
-        "compiled": "inductor",
-        "validation_interval": 250,
-        "validation_samples": 256,
-    },
+    **{"layers": 12, "hidden": 768, "heads": 12, "seq_len": 1024, "micro_batch": 16, "accumulation": 4, "steps": 1000},
+    **{"bf16": True, "compiled": "inductor", "values_of": "gpt2-small"},
+    **{"validation_interval": 250, "validation_samples": 256},
 }
 """What ``rankwise train`` takes on GPUs for options that were not typed: GPT-2 small's shape, compiled, in bfloat16."""
 
@@ -102,7 +97,7 @@ class Settings:
     seq_len: Annotated[int, count("Tokens per sample.", _SHAPE)] = 128
     micro_batch: Annotated[int | None, count("Samples of a pass and rank.", _RUN)] = None
     accumulation: Annotated[int | None, count("Micro-batches per step.", _RUN)] = None
-    bf16: Annotated[bool, _text("Model in bfloat16; on a GPU by default.", _RUN)] = False
+    bf16: Annotated[bool, typer.Option(help="Model in bfloat16; on a GPU by default.", hidden=True)] = False
     compiled: Annotated[
         str | None, typer.Option("--compile", help="Backend of torch.compile.", metavar="NAME", rich_help_panel=_RUN)
     ] = None

@@ -283,7 +283,7 @@ def test_advice_is_in_the_words_of_its_framework(tmp_path: Path) -> None:
     status, output = run("--config", str(tmp_path / "ds.json"), *sizes)
     met = 'It is met with "zero_optimization": {"stage": 2} and "params": {"state_dtype": "int8"}: 0.00'
     assert status == 1 and met in output
-    small = "--optimizer mkor --model gpt2-small --ranks 4 --max-state-gb".split()
+    small = "--optimizer mkor-sketch --model gpt2-small --ranks 4 --max-state-gb".split()
     status, output = run("--engine", "megatron", *small, "0.3")
     assert status == 1 and re.search(r"It is met with --mkor-state-dtype (bfloat16|int8)( --mkor-|:)", output)
     status, output = run("--engine", "fsdp", *sizes)
