@@ -5,24 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.frameworks.page import frameworks_section
+from benchmarks.gpu.whole_page import whole_section
 from benchmarks.performance import markdown, sections_of
 
 __all__ = ["gpu_page"]
 
 _INTRODUCTION = """# On a GPU
 
-This page has what was measured on one {device}, in plain PyTorch on one rank. The short answer, as times over fused
-AdamW's:
+This page has what was measured on one {device}: whole training steps first, then [frameworks](#frameworks-on-one-card),
+the [optimizer alone](#the-optimizer-alone), and [every figure](#what-was-expected-of-it) with what was expected of it.
+`python -m benchmarks gpu --list` shows what is measured, what is of older code, and what is not measured.
+"""
+
+_ALONE = """
+## The optimizer alone
+
+The short answer, in plain PyTorch on one rank, as times over fused AdamW's:
 
 {summary}
-- Whole training steps are those of GPT-2 small, with AdamW as the reference. An empty cell was not measured.
-- No framework, no messages between GPUs and no CUDA graphs were timed.
-- [What was expected](#what-was-expected-of-it) stands beside every figure.
+- Whole training steps of this table are those of GPT-2 small, not compiled, with AdamW as the reference. They take so
+  long (150 thousand tokens a second) that an optimizer's share is small. An empty cell was not measured.
+- No messages between GPUs and no CUDA graphs were timed.
 
 {device}, torch {torch}, triton {triton}, {date}. Made by
 
 ```
-python -m benchmarks gpu --output docs/data/gpu.json
+python -m benchmarks gpu        # goes on where docs/data/gpu.json ends
 python -m benchmarks gpu-page docs/data/gpu.json
 ```
 
@@ -67,15 +76,23 @@ _SUMMARY = (
 )
 
 
-def gpu_page(content: Mapping[str, Any]) -> str:
-    """Tables of steps, then every figure by section, and what failed.
+def gpu_page(
+    content: Mapping[str, Any], cpu: Mapping[str, Any] | None = None, gpu: Mapping[str, Any] | None = None
+) -> str:
+    """Whole steps, frameworks, tables of steps, then every figure by section, and what failed.
 
     Args:
         content: Content of the file that the command wrote.
+        cpu: What ``gpu-frameworks`` wrote on a CPU; None: it has not run.
+        gpu: What it wrote on a card.
     """
-    rows = [row for item in content["items"].values() for row in item["rows"]]
+    every = [row for item in content["items"].values() for row in item["rows"]]
+    rows = [row for row in every if "engine" not in row]
     parts = [
-        _INTRODUCTION.format(**content["about"], summary=_summary(rows)),
+        _INTRODUCTION.format(**content["about"]),
+        whole_section([row for row in every if "engine" in row]),
+        frameworks_section(cpu, gpu),
+        _ALONE.format(**content["about"], summary=_summary(rows)),
         sections_of(rows, _NOTES),
         _FIGURES,
     ]
