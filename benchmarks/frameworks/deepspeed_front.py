@@ -25,7 +25,6 @@ from benchmarks.frameworks.problem import (
     network,
     weights_of,
 )
-from benchmarks.frameworks.processes import TIMEOUT
 from benchmarks.frameworks.tasks import Task
 
 __all__ = ["opened", "train"]
@@ -52,7 +51,7 @@ def opened(task: Task) -> Iterator[None]:
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.init_distributed(
-        "nccl" if task.device == "cuda" else "gloo", timeout=timedelta(seconds=TIMEOUT), verbose=False
+        "nccl" if task.device == "cuda" else "gloo", timeout=timedelta(seconds=task.patience), verbose=False
     )
     deepspeed_plugin.register()
     yield

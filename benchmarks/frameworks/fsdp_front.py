@@ -18,7 +18,6 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from benchmarks.frameworks.problem import MICRO_BATCHES, Weights, batch, build, corrected, network, weights_of
-from benchmarks.frameworks.processes import TIMEOUT
 from benchmarks.frameworks.tasks import Task
 
 __all__ = ["opened", "train"]
@@ -31,7 +30,7 @@ def opened(task: Task) -> Iterator[None]:
     """The process group: NCCL for tensors on a card, gloo for those on the host."""
     backend = "cpu:gloo,cuda:nccl" if task.device == "cuda" else "gloo"
     bound = {"device_id": task.place} if task.device == "cuda" else {}
-    dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT), **bound)
+    dist.init_process_group(backend, timeout=timedelta(seconds=task.patience), **bound)
     yield
     dist.barrier()
 
@@ -54,7 +53,7 @@ def _train(task: Task, kind: str, noise: float) -> Weights:
     if not settings.get("offload"):
         model = model.to(task.place)
     model, part, parts = _sharded(task, model)
-    optimizer = build(kind, model)
+    optimizer = build(kind, model, bool(settings.get("captured")))
     if task.loads:
         _load(model, optimizer, task.folder(kind, noise))
     step: Callable[[], Any] = optimizer.step
@@ -117,7 +116,8 @@ def _captured(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
         raise ValueError("there are no graphs without a CUDA device")
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    # The group's own thread looks at events meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         optimizer.step()
     return graph.replay
 

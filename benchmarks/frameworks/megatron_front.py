@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.frameworks.problem import CONTROL, KINDS, MICRO_BATCHES, STEPS, Weights, as_array, corrected, perturbed_
-from benchmarks.frameworks.processes import TIMEOUT
 from benchmarks.frameworks.tasks import Task
 from rankwise.names import BY_SPELLING
 
@@ -33,7 +32,7 @@ def opened(task: Task) -> Iterator[None]:
     with ExitStack() as stack:
         bound = {"device_id": task.place} if task.device == "cuda" else {}
         backend = "nccl" if task.device == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT), **bound)
+        dist.init_process_group(backend, timeout=timedelta(seconds=task.patience), **bound)
         if task.device == "cpu":
             from megatron_patches.cpu import cpu_megatron
 
@@ -135,9 +134,15 @@ def _chunk(config: Any, settings: Mapping[str, Any], index: int) -> nn.Module:
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     chunks = settings.get("chunks", 1)
     layers = get_gpt_layer_local_spec(num_experts=settings.get("experts"), normalization="RMSNorm")
+    if settings.get("sp"):
+        # Megatron's norms of torch refuse sequence parallelism.
+        parts = layers.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = _SequenceNorm
+        layers = TransformerBlockSubmodules(layer_specs=[layers] * _LAYERS, layer_norm=_SequenceNorm)
     if settings.get("cp", 1) > 1:
         # Megatron's own attention across ranks needs Transformer Engine.
         layers = _context_parallel().with_gathering_attention(layers)
@@ -153,6 +158,14 @@ def _chunk(config: Any, settings: Mapping[str, Any], index: int) -> nn.Module:
         position_embedding_type="rope",
         vp_stage=index if chunks > 1 else None,
     )
+
+
+class _SequenceNorm(nn.RMSNorm):
+    """torch's norm, whose gradients Megatron sums over the ranks that share a sequence."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[union-attr]
 
 
 def _context_parallel() -> Any:

@@ -153,9 +153,18 @@ def batch(step: int, micro: int, rank: int = 0, ranks: int = 1) -> Tensor:
     return samples.chunk(ranks)[rank]
 
 
-def build(kind: str, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of a kind for a model, as plain PyTorch and FSDP2 have it."""
+def build(kind: str, model: nn.Module, capturable: bool = False) -> torch.optim.Optimizer:
+    """The optimizer of a kind for a model, as plain PyTorch and FSDP2 have it.
+
+    Args:
+        kind: Key of :data:`KINDS`.
+        model: The model.
+        capturable: Whether its steps are to be captured in a graph.
+    """
     spelling, options = KINDS[kind]
+    if capturable:
+        rate = torch.tensor(options["lr"], device=next(model.parameters()).device)
+        options = {**options, "capturable": True, "lr": rate}
     if kind == CONTROL:
         return torch.optim.AdamW(model.parameters(), **options)
     named = BY_SPELLING[spelling]

@@ -11,10 +11,8 @@ from pathlib import Path
 
 from benchmarks.frameworks.tasks import Task
 
-__all__ = ["TIMEOUT", "Ranks"]
+__all__ = ["Ranks"]
 
-TIMEOUT = 30.0
-"""Seconds that a rank waits for another one's message."""
 _ROOT = Path(__file__).resolve().parents[2]
 # NCCL refuses two ranks on one device of one host: messages go over sockets.
 _ONE_CARD = {

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from benchmarks.frameworks.cells import Cell
 from benchmarks.frameworks.judge import Distance, distance, verdict
 from benchmarks.frameworks.problem import STEPS, Weights
-from benchmarks.frameworks.processes import TIMEOUT, Ranks
-from benchmarks.frameworks.tasks import Task, results_of
+from benchmarks.frameworks.processes import Ranks
+from benchmarks.frameworks.tasks import PATIENCE_BESIDE_A_KILLED, Task, results_of
 from benchmarks.gpu.items import Figure
 
 __all__ = ["Place", "Reference", "Run", "judged"]
@@ -136,7 +136,8 @@ class Run:
         waited = None if since is None or None in codes else self.ranks.seconds - since
         with_error = sum(code not in (0, None) for code in codes[:-1])
         figures = [
-            Figure(f"{kind}: the others end after", waited, "s", 0, TIMEOUT + _TO_THE_END) for kind in self.kinds
+            Figure(f"{kind}: the others end after", waited, "s", 0, PATIENCE_BESIDE_A_KILLED + _TO_THE_END)
+            for kind in self.kinds
         ]
         figures.append(Figure("others that end with an error", float(with_error), "ranks", len(codes) - 1))
         return Found(figures, {}, ())

@@ -16,9 +16,12 @@ import torch
 from benchmarks.frameworks.cells import Cell, cell_of
 from benchmarks.frameworks.problem import STEPS, Weights
 
-__all__ = ["Result", "Task", "results_of"]
+__all__ = ["PATIENCE_BESIDE_A_KILLED", "Result", "Task", "results_of"]
 
 _KILLED_AT = STEPS // 2
+_PATIENCE = 30.0
+PATIENCE_BESIDE_A_KILLED = 15.0
+"""Seconds that a rank waits for one that is killed."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,11 @@ class Task:
     def rank(self) -> int:
         """Of this process."""
         return int(os.environ["RANK"])
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a rank waits for another one's message."""
+        return PATIENCE_BESIDE_A_KILLED if self.cell.is_killed else _PATIENCE
 
     @property
     def steps(self) -> range:

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.items import Figure, Found, Item, Place
-from benchmarks.gpu.whole_steps import ADAMW, ENGINES, MUON, TOKENS, measure_whole_steps
+from benchmarks.gpu.whole_steps import ADAMW, ENGINES, MUON, TOKENS, json_block, measure_whole_steps
 
 __all__ = ["planned", "whole_items"]
 
 _TYPES = (ADAMW, MUON, "MARS-AdamW", "MARS-M", "SONew, tridiagonal", "LDAdam, rank 256", "MKOR")
-_PLANNED = {
-    "MARS-AdamW": ("mars-adamw", ()),
-    "MARS-M": ("mars-m", ()),
-    "SONew, tridiagonal": ("sonew", ("--sonew-band", "1")),
-    "LDAdam, rank 256": ("ldadam", ("--ldadam-rank", "256")),
-    "LDAdam, rank 16": ("ldadam", ("--ldadam-rank", "16")),
-    "MKOR": ("mkor", ()),
-}
-"""Name and flags of each type for ``rankwise plan``."""
 _LEAST_SHARE = 40.0  # Per cent of the card's measured peak, below which the optimizer's share would look too small.
 _SIDE = 8192
 
@@ -87,18 +79,21 @@ def _plans_device(place: Place) -> str | None:
 @cache
 def planned(name: str, model: str, engine: str, device: str) -> float | None:
     """Milliseconds of the optimizer on one rank, as ``rankwise plan`` has them; None for another's optimizer."""
-    if name not in _PLANNED:
+    if name in (ADAMW, MUON):
         return None
     from rankwise.launch.planning.costs import cost
     from rankwise.launch.planning.devices import Links, device_of
     from rankwise.launch.planning.plan_request import answered
     from rankwise.launch.planning.question import Goal, Question
 
-    optimizer, _ = _PLANNED[name]
+    block = json_block(name)
     way: dict[str, Any] = {"engine": "deepspeed", "stage": 2} if engine == "ZeRO-2" else {"mesh": "dp=1"}
     if engine != "ZeRO-2":
         way["engine"] = "fsdp"
+    optimizer = block["type"].lower()
     asked = answered(Question(optimizer=optimizer, model=model, ranks=1, batch_tokens=TOKENS[0], seq_len=1024, **way))
+    # With the options that are timed, not with those of the packaged configurations.
+    asked = asked.changed(replace(asked.picked, params=block["params"]), asked.cluster)
     found = cost(asked.figures(), device_of(device), Links(), asked.tokens, Goal.efficiency)
     return found.total if math.isfinite(found.total) else None
 

@@ -16,7 +16,7 @@ from benchmarks.contenders import OURS, Contender
 from benchmarks.frameworks.cpu_deepspeed import choose_cpu
 from benchmarks.gpu.whole_models import SHAPES, Shape, language_model
 
-__all__ = ["ADAMW", "ENGINES", "MUON", "TOKENS", "measure_whole_steps", "one_process_group"]
+__all__ = ["ADAMW", "ENGINES", "MUON", "TOKENS", "json_block", "measure_whole_steps", "one_process_group"]
 
 TOKENS = (1 << 17, 1 << 19)
 """Tokens of a step."""
