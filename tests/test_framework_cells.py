@@ -53,7 +53,8 @@ NARROW = Distance(0.3, 0.01)
         (moved(np.nan), None, False),
         (moved(np.nan), NARROW, False),
         # A cell in which rounding does as much as a wrong sign can show nothing.
-        (moved(1.0), Distance(1.0, 0.4), False),
+        (moved(1.0, 0.02), Distance(1.0, 0.4), False),
+        (moved(1.0), Distance(1.0, 0.4), True),
     ],
     ids=[
         "same",
@@ -67,6 +68,7 @@ NARROW = Distance(0.3, 0.01)
         "nan",
         "nan, narrow",
         "blind",
+        "equal",
     ],
 )
 def test_the_judge_sees_what_is_wrong(found: dict[str, np.ndarray], response: Distance | None, follows: bool) -> None:
@@ -78,7 +80,7 @@ def test_one_wrong_element_is_seen_in_float32_alone() -> None:
     found = moved(1.0)
     found["a"][3, 4] -= 2 * STEP["a"][3, 4]
     assert not verdict(distance(found, END, START), None).follows
-    assert verdict(distance(found, END, START), Distance(1.0, 0.02)).follows
+    assert verdict(distance(found, END, START), Distance(1.0, 0.05)).follows
 
 
 def test_what_cannot_be_compared_is_an_error() -> None:
@@ -93,7 +95,9 @@ def test_what_cannot_be_compared_is_an_error() -> None:
         judged("MARS-M", [result, {"weights checksum": "2"}], expected)
     with pytest.raises(ValueError, match="one process has no result"):
         judged("LDAdam", [result], expected)
-    assert judged("MARS-M", [{**result, "perturbed": moved(3.0)}], expected).surprising, "it can show nothing"
+    rounded = {**result, "weights": moved(1.0, 0.02)}
+    assert judged("MARS-M", [{**rounded, "perturbed": moved(3.0)}], expected).surprising, "it can show nothing"
+    assert not judged("MARS-M", [{**rounded, "perturbed": moved(1.05)}], expected).surprising
 
 
 # --- the cells -------------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def verdict(found: Distance, response: Distance | None) -> Verdict:
     if response is None:
         return Verdict(found.largest, EXACT, "of the largest change", found.largest <= EXACT)
     bound = max(EXACT, TIMES_ROUNDING * response.root_mean_square)
-    follows = found.root_mean_square <= bound <= _BLIND
+    follows = found.root_mean_square <= EXACT or found.root_mean_square <= bound <= _BLIND
     return Verdict(found.root_mean_square, min(bound, _BLIND), "of the root mean square change", follows)
 
 

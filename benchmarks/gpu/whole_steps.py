@@ -59,8 +59,8 @@ def _built(name: str, model: nn.Module) -> Any:
 class Engine(Protocol):
     """A way to train a model."""
 
-    def micro(self, samples: Tensor) -> None:
-        """Forward and backward pass of a micro-batch; gradients add up."""
+    def micro(self, samples: Tensor, last: bool) -> None:
+        """Forward and backward pass of a micro-batch, the last one before an update or not; gradients add up."""
 
     def update(self) -> None:
         """Step of the optimizer, after which gradients are gone."""
@@ -74,7 +74,7 @@ class _Plain:
         self.model = torch.compile(model, backend=_compiler(device))
         self.device = device
 
-    def micro(self, samples: Tensor) -> None:
+    def micro(self, samples: Tensor, last: bool) -> None:
         with torch.autocast(self.device.type, torch.bfloat16):
             loss = self.model(samples)
         loss.backward()
@@ -100,7 +100,7 @@ class _Fsdp:
         fully_shard(model, mesh=mesh, mp_policy=policy)
         self.model, self.optimizer = model, _built(name, model)
 
-    def micro(self, samples: Tensor) -> None:
+    def micro(self, samples: Tensor, last: bool) -> None:
         self.model(samples).backward()
 
     def update(self) -> None:
@@ -139,12 +139,11 @@ class _DeepSpeed:
         self.engine, *_ = deepspeed.initialize(model=model, config=config, **given)
         self.engine.compile(backend=_compiler(device))
 
-    def micro(self, samples: Tensor) -> None:
-        self.engine.set_gradient_accumulation_boundary(False)
+    def micro(self, samples: Tensor, last: bool) -> None:
+        self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(self.engine(samples))
 
     def update(self) -> None:
-        self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()
 
 
@@ -205,7 +204,7 @@ def measure_whole_steps(model: str, name: str, engine: str, device: torch.device
     generator = torch.Generator(device=device).manual_seed(0)
     samples = torch.randint(0, shape.vocabulary, (shape.samples, shape.length + 1), generator=generator, device=device)
     for _ in range(_WARMUP):
-        trainer.micro(samples)
+        trainer.micro(samples, last=True)
         trainer.update()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -234,7 +233,7 @@ def _wait(device: torch.device) -> float:
 
 
 def _one_update(trainer: Engine, samples: Tensor, device: torch.device) -> float:
-    trainer.micro(samples)
+    trainer.micro(samples, last=True)
     begin = _wait(device)
     trainer.update()
     return _wait(device) - begin
@@ -242,7 +241,7 @@ def _one_update(trainer: Engine, samples: Tensor, device: torch.device) -> float
 
 def _step(trainer: Engine, samples: Tensor, micros: int, device: torch.device) -> float:
     begin = _wait(device)
-    for _ in range(micros):
-        trainer.micro(samples)
+    for index in range(micros):
+        trainer.micro(samples, last=index == micros - 1)
     trainer.update()
     return _wait(device) - begin
