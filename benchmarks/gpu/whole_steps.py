@@ -65,6 +65,9 @@ class Engine(Protocol):
     def update(self) -> None:
         """Step of the optimizer, after which gradients are gone."""
 
+    def close(self) -> None:
+        """Give back what others hold."""
+
 
 class _Plain:
     """A loop of plain PyTorch: float32 weights, products in bfloat16 by autocast."""
@@ -82,6 +85,9 @@ class _Plain:
     def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def close(self) -> None:
+        pass
 
 
 class _Fsdp:
@@ -106,6 +112,9 @@ class _Fsdp:
     def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def close(self) -> None:
+        pass
 
 
 class _DeepSpeed:
@@ -146,6 +155,9 @@ class _DeepSpeed:
     def update(self) -> None:
         self.engine.step()
 
+    def close(self) -> None:
+        self.engine.destroy()
+
 
 _JSON = {
     "MARS-AdamW": ("MARS-AdamW", {}),
@@ -171,6 +183,8 @@ ENGINES: dict[str, Callable[[nn.Module, str, torch.device], Engine]] = {
 
 
 def _compiler(device: torch.device) -> str:
+    # One process measures all engines: beyond eight forms of a function torch would stop compiling it, without a word.
+    torch._dynamo.config.recompile_limit = 64  # type: ignore[attr-defined]
     return "inductor" if device.type == "cuda" else "eager"
 
 
@@ -214,6 +228,8 @@ def measure_whole_steps(model: str, name: str, engine: str, device: torch.device
     for tokens, count in micros.items():
         times = [_step(trainer, samples, count, device) for _ in range(2 if tokens == TOKENS[0] else 1)]
         seconds[str(tokens)] = statistics.median(times)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    trainer.close()
     return {
         "name": name,
         "model": model,
@@ -222,7 +238,7 @@ def measure_whole_steps(model: str, name: str, engine: str, device: torch.device
         "update_seconds": statistics.fmean(updates),
         "tokens_of_a_step": {str(tokens): count * shape.tokens for tokens, count in micros.items()},
         "operations": shape.operations(multiplying),
-        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        "peak_bytes": peak,
     }
 
 
