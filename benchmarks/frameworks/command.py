@@ -82,6 +82,8 @@ def run(
     records = Records(output)
     version = "" if megatron is None else version_of(megatron)
     found = entries(records, version, fronts, words)
+    if not found:
+        raise ValueError(f"no item has {' or '.join(words)} in its name; --list without --cell shows the names")
     if shown:
         print("\n".join(_line(entry, records) for entry in found))
         return 0

@@ -78,7 +78,10 @@ def entries(records: Records, version: str = "", fronts: Sequence[str] = (), wor
             continue
         key = key_of(cell, kinds, version)
         if not words or any(word in key for word in words):
-            found.append(Entry(cell, kinds, version, records.state(key, code_of(cell))))
+            # What was not installed there may be here.
+            skipped = records.rows.get(key, {}).get("status") == "skipped"
+            state = "unmeasured" if skipped else records.state(key, code_of(cell))
+            found.append(Entry(cell, kinds, version, state))
     return sorted(found, key=lambda entry: ("unmeasured", "stale", "measured").index(entry.state))
 
 
@@ -89,6 +92,7 @@ class _Queue:
         self._place, self._records, self._limit, self._say = place, records, limit, say
         self._begun = time.monotonic()
         self._expected: dict[str, Mapping[str, Reference]] = {}
+        self._learning: dict[str, Run] = {}
         self.running: list[tuple[Entry, Run]] = []
         self.cut = 0
 
@@ -102,23 +106,25 @@ class _Queue:
         Cells of a front that has no result of one process say so.
         """
         waiting = list(names)
-        running: dict[str, Run] = {}
-        while waiting or running:
-            while waiting and len(running) < jobs:
+        while waiting or self._learning:
+            while waiting and len(self._learning) < jobs:
                 cell = REFERENCES[name := waiting.pop(0)]
-                running[name] = Run(cell, ("start", *cell.chosen(kinds)), self._place)
+                self._learning[name] = Run(cell, ("start", *cell.chosen(kinds)), self._place)
             time.sleep(_PAUSE)
-            for name, run in list(running.items()):
-                late = self.seconds > end
-                if run.is_over() or late:
+            for name, run in list(self._learning.items()):
+                if run.is_over() or self.seconds > end:
                     run.stop()
-                    self._expected[name] = {
-                        kind: found for kind, found in run.results()[0].items() if "weights" in found
-                    }
+                    del self._learning[name]
+                    results = run.results()[0]
+                    self._expected[name] = {kind: found for kind, found in results.items() if "weights" in found}
                     missing = [kind for kind in run.kinds if kind not in self._expected[name]]
                     said = f", without {', '.join(missing)}: {run.ranks.last_words()}" if missing else ""
                     self._say(f"[{self.seconds:4.0f} s] one process, {name} ({run.seconds:.0f} s){said}")
-                    del running[name]
+
+    def stop(self) -> None:
+        """End all processes, as where the user interrupts."""
+        for run in (*self._learning.values(), *(run for _, run in self.running)):
+            run.stop()
 
     def start(self, entry: Entry) -> None:
         """Begin a cell, with those of its optimizers that it was cut off before."""
@@ -199,16 +205,19 @@ def measure(
             todo.append(entry)
     needed = list(dict.fromkeys(entry.cell.reference for entry in todo if not entry.cell.is_killed))
     wanted = {kind for entry in todo for kind in entry.kinds} | {CONTROL}
-    queue.learn(needed, [kind for kind in KINDS if kind in wanted], jobs, budget)
-    while todo or queue.running:
-        is_late = queue.seconds > budget
-        # A cell that would be stopped at once is not begun.
-        while todo and len(queue.running) < jobs and queue.seconds + min(limit, todo[0].cell.seconds) < budget:
-            queue.start(todo.pop(0))
-        if not queue.running:
-            break
-        time.sleep(_PAUSE)
-        queue.settle(is_late)
+    try:
+        queue.learn(needed, [kind for kind in KINDS if kind in wanted], jobs, budget)
+        while todo or queue.running:
+            is_late = queue.seconds > budget
+            # A cell that would be stopped at once is not begun.
+            while todo and len(queue.running) < jobs and queue.seconds + min(limit, todo[0].cell.seconds) < budget:
+                queue.start(todo.pop(0))
+            if not queue.running:
+                break
+            time.sleep(_PAUSE)
+            queue.settle(is_late)
+    finally:
+        queue.stop()
     left = len(todo) + queue.cut
     say(f"{left} items are left: run it again" if left else "nothing is left")
     return left
