@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.frameworks.page import frameworks_section
+from benchmarks.gpu.sections import SECTIONS
 from benchmarks.gpu.whole_page import whole_section
 from benchmarks.performance import markdown, sections_of
 
@@ -16,7 +17,7 @@ _INTRODUCTION = """# On a GPU
 This page has what was measured on one {device}: whole training steps first, then [frameworks](#frameworks-on-one-card),
 the [optimizer alone](#the-optimizer-alone), and [every figure](#what-was-expected-of-it) with what was expected of it.
 `python -m benchmarks gpu --list` shows what is measured, what is of older code, and what is not measured.
-"""
+{missing}"""
 
 _ALONE = """
 ## The optimizer alone
@@ -89,7 +90,7 @@ def gpu_page(
     every = [row for item in content["items"].values() for row in item["rows"]]
     rows = [row for row in every if "engine" not in row]
     parts = [
-        _INTRODUCTION.format(**content["about"]),
+        _INTRODUCTION.format(**content["about"], missing=_missing(content["items"])),
         whole_section([row for row in every if "engine" in row]),
         frameworks_section(cpu, gpu),
         _ALONE.format(**content["about"], summary=_summary(rows)),
@@ -105,6 +106,24 @@ def gpu_page(
         headings = ("item", "figure", "value", "expected", "goal", "")
         parts.append(f"\n### {section}\n\n{markdown(headings, lines)}")
     return "".join(parts)
+
+
+_SAID = {
+    "kernels-correct": "results of the present kernels",
+    "whole-steps": "whole steps at the card's throughput",
+    "steady": "memory of a steady step",
+    "graphs": "captured steps, also below FSDP2 and DDP",
+    "races": "kernels under compute-sanitizer",
+    "multi": "messages between two GPUs",
+}
+"""What sections of the queue are about."""
+
+
+def _missing(items: Mapping[str, Any]) -> str:
+    """A line of what no item has measured."""
+    measured = {key.partition("/")[0] for key in items}
+    left = [f"{_SAID.get(section, section)} (`--section {section}`)" for section in SECTIONS if section not in measured]
+    return f"Nothing is measured yet of: {'; '.join(left)}.\n" if left else ""
 
 
 def _summary(rows: Sequence[Mapping[str, Any]]) -> str:
