@@ -27,7 +27,6 @@ The short answer, in plain PyTorch on one rank, as times over fused AdamW's:
 {summary}
 - Whole training steps of this table are those of GPT-2 small, not compiled, with AdamW as the reference. They take so
   long (150 thousand tokens a second) that an optimizer's share is small. An empty cell was not measured.
-- No messages between GPUs and no CUDA graphs were timed.
 
 {device}, torch {torch}, triton {triton}, {date}. Made by
 
@@ -53,7 +52,7 @@ _NOTES = """
   symmetric product, 1.2 to 1.4 times as fast as the library from 4096 rows on. torch's Muon takes 1.28 times as long.
 - **LDAdam** multiplies in float32, and its steps at rank 256 are bound by these products.
 - **SONew with band 4** is bound by instructions, not by memory.
-- **Graphs** are tested there ([support](support.md)), but have not been timed. Messages between GPUs have not, either.
+- **Graphs**: [what can be captured](support.md#cuda-graphs), and how it is tested.
 """
 
 _FIGURES = """
