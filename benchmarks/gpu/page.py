@@ -27,6 +27,8 @@ The short answer, in plain PyTorch on one rank, as times over fused AdamW's:
 {summary}
 - Whole training steps of this table are those of GPT-2 small, not compiled, with AdamW as the reference. They take so
   long (150 thousand tokens a second) that an optimizer's share is small. An empty cell was not measured.
+- MKOR was timed with two square factors for each matrix. Its default rule keeps windows of vectors since, which have
+  not been timed.
 
 {device}, torch {torch}, triton {triton}, {date}. Made by
 
