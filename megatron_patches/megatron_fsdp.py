@@ -142,8 +142,8 @@ def _settings(chunk: Any, config: OptimizerConfig) -> Iterator[Setting]:
     yield Setting(
         given.outer_dp_sharding_strategy != "no_shard",
         "--outer-dp-sharding-strategy",
-        "with it Megatron's own Adam leaves the run of one process on the CPU ranks of our tests, so that nothing "
-        "could be shown of ours; use no_shard",
+        "Megatron then sums gradients over the ranks and does not average them (_create_hfsdp_helper_buffer passes no "
+        "gradient_scaling_factor on), so that its own Adam leaves the run of one process, too; use no_shard",
     )
     clips = bool(getattr(model, "qk_clip", False))
     yield Setting(clips, "--qk-clip", f"Megatron scales weights that are gathered anew before they are used; {_DIVIDE}")
