@@ -115,7 +115,7 @@ def _inside(row: tl.tensor, start: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
     """Return the lanes of a tile, and which lanes and which blocks the run has."""
     lanes, length = lanes_of(LANES), tl.load(row + _LENGTH)
     places = start + lanes
-    return lanes, (places >= 0) & (places < length), blocks_inside(start, length, LANES)
+    return lanes, (places >= 0) & (places < length), blocks_inside(start, length, lanes)
 
 
 @jit
@@ -130,7 +130,7 @@ def _decode(
 ) -> None:
     lanes, inside, blocks = _inside(row, start, LANES)
     codes, exponents = place_of(row, 1, start, FAST, ELEMENT), exponents_at(row, _AT, block)
-    value = opened(codes, exponents, blocks, lanes, inside, LANES, FAST, ELEMENT, _AT)
+    value = opened(codes, exponents, blocks, lanes, inside, FAST, ELEMENT, _AT)
     if ADD:
         value = read(place_of(row, 0, start, FAST), lanes, inside, FAST) + value
     write(place_of(row, 2, start, FAST), value, lanes, inside, FAST)
@@ -165,7 +165,7 @@ def _exponents_kernel(
     lanes, inside, blocks = _inside(row, start, LANES)
     roots = roots_of(read(place_of(row, 0, start, False), lanes, inside, False), ELEMENT)
     at = found + tl.load(row + _BASE) + block
-    put_exponents(at, _exponents_of(roots, ELEMENT, LANES), blocks, LANES)
+    put_exponents(at, _exponents_of(roots, ELEMENT), blocks, lanes)
 
 
 @jit
@@ -186,7 +186,7 @@ def _encode(
     noise = noise_of(row, _AT, count, start, lanes, RANDOM)
     value = read(place_of(row, 0, start, FAST), lanes, inside, FAST)
     # fmt: off
-    store(codes, exponents, blocks, value, lanes, inside, noise, LANES, FAST, ELEMENT, _AT, RANDOM, GIVEN, given)
+    store(codes, exponents, blocks, value, lanes, inside, noise, FAST, ELEMENT, _AT, RANDOM, GIVEN, given)
     # fmt: on
 
 

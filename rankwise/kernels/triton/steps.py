@@ -11,12 +11,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from rankwise.kernels.low_precision_runs import BLOCK, LowPrecisionRuns
-from rankwise.kernels.opened_passes import norms_with_opened, run_opened
+from rankwise.kernels.low_precision_runs import BLOCK
 from rankwise.kernels.passes import Field, Pass, Rule, Tensors
 from rankwise.kernels.triton.codes import blocks_inside, exponents_at, noise_of, opened, store
 from rankwise.kernels.triton.language import device_scalar, jit, launch
-from rankwise.kernels.triton.pass_fields import PassFields, are_alike
+from rankwise.kernels.triton.pass_fields import PassFields
 from rankwise.kernels.triton.segments import Runs, lanes_of, moved, place_of, read, run_sums, wide, write
 from rankwise.updates.adamw import Scalar
 
@@ -41,11 +40,8 @@ def run(update: Pass, scale: float = 1.0) -> None:
     Raises:
         ValueError: A tensor is of another kind, or the lists do not fit together.
     """
-    if not are_alike(update.fields):
-        run_opened(update, run)
-        return
     scalars, fields = update.scalars, PassFields(update.fields, TILES * PASS_TILE, ("grad", "reference"))
-    runs = fields.runs
+    runs, width = fields.runs, _width_of(fields)
     own_scale, root = update.corrections() if update.rule == "adamw" else (scale, 1.0)
     launch(
         update_kernel,
@@ -76,8 +72,9 @@ def run(update: Pass, scale: float = 1.0) -> None:
         GRAD=fields.types["grad"],
         **fields.constants,
         FIELDS=len(update.fields),
-        BLOCK=PASS_TILE,
-        TILES=TILES,
+        BLOCK=PASS_TILE * width // 4,
+        WIDTH=width,
+        TILES=TILES * 4 // width,
         num_warps=_WARPS,
         # With fused multiplications a pass over codes would not round like a pass over what they stand for.
         enable_fp_fusion=False,
@@ -101,8 +98,6 @@ def squared_norms(tensors: Tensors, references: Field | None, k: float) -> Tenso
     lists: dict[str, Field] = {"grad": tensors}
     if references is not None:
         lists["reference"] = references
-    if isinstance(references, LowPrecisionRuns) and not are_alike(lists):
-        return norms_with_opened(tensors, references, k, squared_norms)
     fields = PassFields(lists, TILE, ("reference",))
     runs = fields.runs
     partials = runs.partial_sums(1)
@@ -117,9 +112,15 @@ def squared_norms(tensors: Tensors, references: Field | None, k: float) -> Tenso
         **{name: fields.constants[name] for name in ("REFERENCE", "REFERENCE_AT", "EXTRAS")},
         FIELDS=len(lists),
         BLOCK=TILE,
+        WIDTH=_width_of(fields),
         num_warps=_WARPS,
     )
     return run_sums(runs, partials)[0]
+
+
+def _width_of(fields: PassFields) -> int:
+    """Return the elements of a thread, which takes more at a time where some are in 8 bits."""
+    return 8 if tl.int8 in fields.types.values() or tl.uint8 in fields.types.values() else 4
 
 
 def one_per_run(values: Tensor | None, runs: Runs) -> Tensor:
@@ -173,6 +174,7 @@ def norm_kernel(
     EXTRAS: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
 ) -> None:
     """Sum the squares of a tile of the gradient, which is corrected where there is a reference."""
     program = tl.program_id(0).to(tl.int64)
@@ -180,9 +182,9 @@ def norm_kernel(
     start = tl.load(tiles + 2 * program + 1)
     length = tl.load(row + FIELDS)
     if (start + BLOCK <= length) & wide(row, FIELDS):
-        _norm_tile(row, start, length, partials + program, k, REFERENCE, REFERENCE_AT, FIELDS, BLOCK, True)
+        _norm_tile(row, start, length, partials + program, k, REFERENCE, REFERENCE_AT, FIELDS, BLOCK, WIDTH, True)
     else:
-        _norm_tile(row, start, length, partials + program, k, REFERENCE, REFERENCE_AT, FIELDS, BLOCK, False)
+        _norm_tile(row, start, length, partials + program, k, REFERENCE, REFERENCE_AT, FIELDS, BLOCK, WIDTH, False)
 
 
 @jit
@@ -196,14 +198,15 @@ def _norm_tile(
     REFERENCE_AT: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    lanes = lanes_of(BLOCK)
-    inside, blocks = start + lanes < length, blocks_inside(start, length, BLOCK)
+    lanes = lanes_of(BLOCK, WIDTH)
+    inside, blocks = start + lanes < length, blocks_inside(start, length, lanes)
     value = read(place_of(row, 0, start, FAST), lanes, inside, FAST)
     if FIELDS == 2:
         codes, exponents = place_of(row, 1, start, FAST, REFERENCE), exponents_at(row, REFERENCE_AT, start // _SHARED)
-        value += k * (value - opened(codes, exponents, blocks, lanes, inside, BLOCK, FAST, REFERENCE, REFERENCE_AT))
+        value += k * (value - opened(codes, exponents, blocks, lanes, inside, FAST, REFERENCE, REFERENCE_AT))
     value = value.to(tl.float64)
     tl.store(partial, tl.sum(tl.sum(value * value, axis=1), axis=0))
 
@@ -256,6 +259,7 @@ def update_kernel(
     EXTRAS: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
     TILES: tl.constexpr,
 ) -> None:
     """Update some tiles; RULE is 0 momentum only, 1 Lion, 2 AdamW, 3 a step along the gradient, 4 Nesterov's."""
@@ -278,12 +282,12 @@ def update_kernel(
         _update_tiles(row, start, length, factor, rate, keep, k, share, beta1, share1, beta2, share2, root, eps,
                       count, RULE, CORRECT, SCALED, ADVANCE, CAUTIOUS, GRAD, EXP_AVG, EXP_AVG_AT, EXP_AVG_RANDOM,
                       EXP_AVG_SQ, EXP_AVG_SQ_AT, EXP_AVG_SQ_RANDOM, REFERENCE, REFERENCE_AT, REFERENCE_RANDOM,
-                      FIELDS, BLOCK, TILES, True)
+                      FIELDS, BLOCK, WIDTH, TILES, True)
     else:
         _update_tiles(row, start, length, factor, rate, keep, k, share, beta1, share1, beta2, share2, root, eps,
                       count, RULE, CORRECT, SCALED, ADVANCE, CAUTIOUS, GRAD, EXP_AVG, EXP_AVG_AT, EXP_AVG_RANDOM,
                       EXP_AVG_SQ, EXP_AVG_SQ_AT, EXP_AVG_SQ_RANDOM, REFERENCE, REFERENCE_AT, REFERENCE_RANDOM,
-                      FIELDS, BLOCK, TILES, False)
+                      FIELDS, BLOCK, WIDTH, TILES, False)
     # fmt: on
 
 
@@ -296,11 +300,11 @@ def _update_tiles(
     SCALED: tl.constexpr, ADVANCE: tl.constexpr, CAUTIOUS: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr,
     EXP_AVG_AT: tl.constexpr, EXP_AVG_RANDOM: tl.constexpr, EXP_AVG_SQ: tl.constexpr, EXP_AVG_SQ_AT: tl.constexpr,
     EXP_AVG_SQ_RANDOM: tl.constexpr, REFERENCE: tl.constexpr, REFERENCE_AT: tl.constexpr,
-    REFERENCE_RANDOM: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
-    FAST: tl.constexpr,
+    REFERENCE_RANDOM: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    TILES: tl.constexpr, FAST: tl.constexpr,
 ) -> None:
     """Update tiles of a run; its fields are gradient, momentum, weight, second moment, reference, or some of these."""
-    lanes = lanes_of(BLOCK)
+    lanes = lanes_of(BLOCK, WIDTH)
     # Addresses are read before the loop: the compiler cannot know that no store of it overwrites them.
     grads, first_block = place_of(row, 0, start, FAST, GRAD), start // _SHARED
     # A step has no momentum, and its weight takes that place.
@@ -314,25 +318,25 @@ def _update_tiles(
     end = tl.minimum(length - start, TILES * BLOCK).to(tl.int32)
     for offset in range(0, end, BLOCK):
         here = start + offset
-        inside, blocks, block = here + lanes < length, blocks_inside(here, length, BLOCK), offset // _SHARED
+        inside, blocks, block = here + lanes < length, blocks_inside(here, length, lanes), offset // _SHARED
         # Everything is read before anything is written, so that no load waits behind a store.
         value = read(moved(grads, offset, FAST), lanes, inside, FAST).to(tl.float32)
         if CORRECT:
             grad = value
-            reference = opened(moved(references, offset, FAST), exponents3 + block, blocks, lanes, inside, BLOCK, FAST,
+            reference = opened(moved(references, offset, FAST), exponents3 + block, blocks, lanes, inside, FAST,
                                REFERENCE, REFERENCE_AT)
             value += k * (value - reference)
         if RULE != 3:
-            momentum = opened(moved(momenta, offset, FAST), exponents1 + block, blocks, lanes, inside, BLOCK, FAST,
+            momentum = opened(moved(momenta, offset, FAST), exponents1 + block, blocks, lanes, inside, FAST,
                               EXP_AVG, EXP_AVG_AT)
         if RULE >= 1 and RULE <= 3:
             weight = read(moved(weights, offset, FAST), lanes, inside, FAST)
         if RULE == 2:
-            second = opened(moved(seconds, offset, FAST), exponents2 + block, blocks, lanes, inside, BLOCK, FAST,
+            second = opened(moved(seconds, offset, FAST), exponents2 + block, blocks, lanes, inside, FAST,
                             EXP_AVG_SQ, EXP_AVG_SQ_AT)
         if CORRECT and ADVANCE:
             noise = noise_of(row, REFERENCE_AT, count, here, lanes, REFERENCE_RANDOM)
-            store(moved(references, offset, FAST), exponents3 + block, blocks, grad, lanes, inside, noise, BLOCK, FAST,
+            store(moved(references, offset, FAST), exponents3 + block, blocks, grad, lanes, inside, noise, FAST,
                   REFERENCE, REFERENCE_AT, REFERENCE_RANDOM)
         if RULE == 3:
             direction = value
@@ -344,7 +348,7 @@ def _update_tiles(
                 value = value * factor
             momentum = beta1 * momentum + share1 * value
             noise = noise_of(row, EXP_AVG_AT, count, here, lanes, EXP_AVG_RANDOM)
-            store(moved(momenta, offset, FAST), exponents1 + block, blocks, momentum, lanes, inside, noise, BLOCK, FAST,
+            store(moved(momenta, offset, FAST), exponents1 + block, blocks, momentum, lanes, inside, noise, FAST,
                   EXP_AVG, EXP_AVG_AT, EXP_AVG_RANDOM)
             if RULE == 1 or RULE == 4:
                 # A share of 0 leaves the momentum as it is; 0 times an infinite difference would be NaN.
@@ -355,8 +359,8 @@ def _update_tiles(
             if RULE == 2:
                 second = beta2 * second + share2 * value * value
                 noise = noise_of(row, EXP_AVG_SQ_AT, count, here, lanes, EXP_AVG_SQ_RANDOM)
-                store(moved(seconds, offset, FAST), exponents2 + block, blocks, second, lanes, inside, noise, BLOCK,
-                      FAST, EXP_AVG_SQ, EXP_AVG_SQ_AT, EXP_AVG_SQ_RANDOM)
+                store(moved(seconds, offset, FAST), exponents2 + block, blocks, second, lanes, inside, noise, FAST,
+                      EXP_AVG_SQ, EXP_AVG_SQ_AT, EXP_AVG_SQ_RANDOM)
                 # The root is rounded correctly, because the fast one flushes denormal second moments to zero.
                 value = rate * tl.div_rn(momentum, tl.sqrt_rn(second) * root_scale + eps)
         if RULE == 4:

@@ -1,0 +1,151 @@
+"""SONew's pass over narrow statistics has the bits of opening them, of a pass in float32, and of storing them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from rankwise.kernels.low_precision_runs import (  # noqa: E402
+    BFLOAT16,
+    BLOCK,
+    ROOT,
+    SIGNED,
+    LowPrecisionRuns,
+    blocks_of,
+    is_coded,
+)
+from rankwise.kernels.quantization import decode_, encode_  # noqa: E402
+from rankwise.sonew.chain_runs import ChainRun, Margins  # noqa: E402
+
+# Around blocks of 64 and the 960 elements of a tile; cut within blocks at one end, at both, and within a single one.
+LENGTHS = (1, 63, 64, 65, 0, 959, 960, 961, 1025, 2053, 7, 90, 30)
+FIRSTS = (0, 0, 64, 128, 5, 1920, 64, 37, 0, 63, 60, 70, 192)
+NUMBERS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-3, "gamma": 1e-2, "graft": "adam", "graft_eps": 1e-4}
+KINDS = {
+    "as int8 keeps them": (SIGNED, BFLOAT16, SIGNED),
+    "all in codes": (SIGNED, ROOT, SIGNED),
+    "bfloat16": (BFLOAT16, BFLOAT16, BFLOAT16),
+    "some": (None, ROOT, BFLOAT16),
+}
+
+
+@pytest.fixture(params=["triton", pytest.param("native", marks=pytest.mark.compiled)])
+def directions(request: pytest.FixtureRequest) -> Iterator[Callable[..., Tensor]]:
+    """Each form of the pass."""
+    if request.param == "triton":
+        request.getfixturevalue("interpreter")
+        from rankwise.sonew.cuda import sonew_directions as form
+    else:
+        from rankwise.sonew import native
+
+        request.getfixturevalue("monkeypatch").setattr(native, "_TILE", 5 * BLOCK)
+        form = native.sonew_directions
+    yield form
+
+
+def statistics(band: int, kinds: tuple[Any, Any, Any], step: Any) -> list[Any]:
+    """Gradients and what some steps left of statistics, narrow where a type is given."""
+    generator = torch.Generator().manual_seed(band)
+    fields: list[Any] = []
+    for place in range(3 + band):
+        sizes = [10.0 ** (-3 * torch.rand(numel, generator=generator)) for numel in LENGTHS]
+        values = [torch.randn(numel, generator=generator) * size for numel, size in zip(LENGTHS, sizes, strict=True)]
+        values = [value.abs() + 1e-3 if place == 2 else value for value in values]
+        kind = kinds[min(place - 1, 2)] if place else None
+        if kind is None:
+            fields.append(values)
+            continue
+        blocks = [blocks_of(first, numel) for first, numel in zip(FIRSTS, LENGTHS, strict=True)]
+        exponents = [torch.zeros(count, dtype=torch.int8) for count in blocks] if is_coded(kind) else []
+        codes = [torch.zeros(numel, dtype=kind) for numel in LENGTHS]
+        fields.append(LowPrecisionRuns(codes, exponents, FIRSTS, [place + run for run in range(len(LENGTHS))], step))
+        encode_(values, fields[-1])
+    return fields
+
+
+def opened(field: Any) -> list[Tensor]:
+    if not isinstance(field, LowPrecisionRuns):
+        return [value.clone() for value in field]
+    values = [torch.empty(codes.numel()) for codes in field.codes]
+    decode_(values, field)
+    return values
+
+
+def stepped(form: Callable[..., Tensor], fields: list[Any], band: int, step: Any) -> tuple[list[Tensor], Tensor]:
+    runs = [ChainRun(first, 100 if run % 2 else None) for run, first in enumerate(FIRSTS)]
+    generator = torch.Generator().manual_seed(99)
+    sides = [torch.randn(2, 3 + band, band, generator=generator).mul_(1e-2) for _ in runs]
+    for side in sides:
+        side[:, 2] = side[:, 2].abs()
+    margins = [Margins(*side) if run % 3 else None for run, side in enumerate(sides)]
+    out = [torch.full_like(grad, torch.nan) for grad in fields[0]]
+    number = step.to(torch.float32) if isinstance(step, Tensor) else 3
+    return out, form(runs, *fields[:3], fields[3:], margins, step=number, out=out, **NUMBERS)
+
+
+def ends(first: int, numel: int) -> tuple[int, int]:
+    """Elements of blocks that others have a part of, at both ends; no run is the end of its parameter."""
+    head = min(-first % BLOCK, numel)
+    return head, (first + numel) % BLOCK if numel > head else 0
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("band", [0, 1, 2, pytest.param(4, marks=pytest.mark.exhaustive), 5])
+def test_the_bits_are_those_of_opened_statistics(directions: Any, band: int, kinds: str, shared: bool) -> None:
+    fields = statistics(band, KINDS[kinds], 7 if shared else None)
+    wide = [opened(field) for field in fields]
+    before = [
+        [codes.clone() for codes in field.codes] if isinstance(field, LowPrecisionRuns) else [] for field in fields
+    ]
+    if shared:
+        for place, field in enumerate(fields):
+            if isinstance(field, LowPrecisionRuns) and is_coded(field.dtype):
+                memory = [
+                    tuple(torch.full((count,), torch.nan) if count else None for count in ends(first, numel))
+                    for first, numel in zip(FIRSTS, LENGTHS, strict=True)
+                ]
+                fields[place] = LowPrecisionRuns(
+                    field.codes, field.exponents, field.firsts, field.keys, field.step, memory
+                )
+    out, squares = stepped(directions, fields, band, 3)
+    expected, norms = stepped(directions, wide, band, 3)
+    assert all(torch.equal(ours, other) for ours, other in zip(out, expected, strict=True))
+    # Tiles that begin with a block are cut elsewhere.
+    torch.testing.assert_close(squares, norms, rtol=1e-12, atol=0)
+    for field, values, codes in zip(fields[1:], wide[1:], before[1:], strict=True):
+        if not isinstance(field, LowPrecisionRuns):
+            assert all(torch.equal(ours, other) for ours, other in zip(field, values, strict=True))
+            continue
+        again = LowPrecisionRuns(
+            [kept.clone() for kept in codes],
+            [torch.full_like(exponents, 3) for exponents in field.exponents],
+            field.firsts,
+            field.keys,
+            field.step,
+        )
+        encode_(values, again)
+        for run in range(len(LENGTHS)):
+            check_run(field, again, values, codes, run)
+
+
+def check_run(field: LowPrecisionRuns, again: LowPrecisionRuns, values: Any, codes: Any, run: int) -> None:
+    """What a run has alone is stored, and what it shares is left as it was and given in float32."""
+    numel = LENGTHS[run]
+    head, tail = ((0 if end is None else end.numel()) for end in field.loose[run]) if field.loose else (0, 0)
+    assert torch.equal(field.codes[run][head : numel - tail], again.codes[run][head : numel - tail])
+    if field.exponents:
+        inner = slice(1 if head else 0, -1 if tail else None)
+        assert torch.equal(field.exponents[run][inner], again.exponents[run][inner])
+    if head:
+        assert torch.equal(field.codes[run][:head], codes[run][:head])
+        assert torch.equal(field.loose[run][0], values[run][:head])
+    if tail:
+        assert torch.equal(field.codes[run][numel - tail :], codes[run][numel - tail :])
+        assert torch.equal(field.loose[run][1], values[run][numel - tail :])
