@@ -44,9 +44,10 @@ _NOTES = """
 - **LDAdam** multiplies in float32, and its steps at rank 256 are bound by these products.
 - **SONew with band 4** is bound by instructions, not by memory.
 - **Kernels from after these figures**, which no device has timed. SONew's pass opens and stores 8-bit states itself: 12
-  launches and 28 bytes a parameter instead of 339 and 84, which should take 7.5 ms here instead of 49.6. For band 4 a
-  thread takes four elements, which should take 18 to 20 ms instead of 34.1. Passes over 8-bit states take eight
-  elements a thread. The figures above are of the kernels before.
+  launches and 28 bytes a parameter instead of 339 and 84. By its instructions a step should take 8 to 10 ms here, not
+  49.6. For band 4 a thread takes four elements, with 346 instructions each instead of 900, which should be 16 to 20 ms
+  instead of 34.1. AdamW's pass over 8-bit states, which instructions bind, has 132 an element instead of 156 (4.6 ms of
+  MARS-AdamW's step instead of 5.4). The figures above are of the kernels before.
 - **Graphs** are tested there ([support](support.md)), but have not been timed. Messages between GPUs have not, either.
 """
 

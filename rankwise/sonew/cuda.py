@@ -251,26 +251,15 @@ def _borders(tables: Runs, band: int, rows: int, constants: dict[str, Any]) -> T
     return borders
 
 
+# fmt: off
 @jit
 def _border_kernel(
-    table: tl.tensor,
-    tiles: tl.tensor,
-    borders: tl.tensor,
-    total: tl.tensor,
-    FIELDS: tl.constexpr,
-    BAND: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SPAN: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    IN_BLOCKS: tl.constexpr,
-    MOMENTUM: tl.constexpr,
-    MOMENTUM_AT: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    DIAGONAL_AT: tl.constexpr,
-    EDGE: tl.constexpr,
-    EDGE_AT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    table: tl.tensor, tiles: tl.tensor, borders: tl.tensor, total: tl.tensor, FIELDS: tl.constexpr,
+    BAND: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr, COLUMNS: tl.constexpr, IN_BLOCKS: tl.constexpr,
+    MOMENTUM: tl.constexpr, MOMENTUM_AT: tl.constexpr, DIAGONAL: tl.constexpr, DIAGONAL_AT: tl.constexpr,
+    EDGE: tl.constexpr, EDGE_AT: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:
+# fmt: on
     """Copy what lies beside each tile, (tiles, fields, 2, WIDTH); of what is in codes no more is opened."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside, tile, place = entry < total, entry // (2 * WIDTH), entry % (2 * WIDTH)
@@ -304,16 +293,13 @@ def _border_kernel(
         tl.store(borders + (tile * FIELDS + field) * 2 * WIDTH + place, value, mask=inside)
 
 
+# fmt: off
 @jit
 def _element(
-    row: tl.tensor,
-    FIELD: tl.constexpr,
-    at: tl.tensor,
-    before: tl.tensor,
-    own: tl.tensor,
-    ELEMENT: tl.constexpr,
+    row: tl.tensor, FIELD: tl.constexpr, at: tl.tensor, before: tl.tensor, own: tl.tensor, ELEMENT: tl.constexpr,
     AT: tl.constexpr,
 ) -> tl.tensor:
+# fmt: on
     """Return single elements of runs in fp32; 0 for those that are not the run's."""
     run = tl.load(row + FIELD, mask=own, other=0).to(tl.pointer_type(ELEMENT))
     value = tl.load(run + at, mask=own, other=0)

@@ -26,6 +26,7 @@ from rankwise.kernels.triton.codes import (
     narrowed,
     noise_of,
     roots_of,
+    seeds_of,
 )
 from rankwise.kernels.triton.language import jit
 from rankwise.kernels.triton.segments import place_of, wide
@@ -50,15 +51,13 @@ _BLOCK: tl.constexpr = tl.constexpr(BLOCK)
 _NO_CHAIN: tl.constexpr = tl.constexpr(1024)
 
 
+# fmt: off
 @jit
 def place_of_tile(
-    row: tl.tensor,
-    reached: tl.tensor,
-    FIELDS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BESIDE: tl.constexpr,
+    row: tl.tensor, reached: tl.tensor, FIELDS: tl.constexpr, ROWS: tl.constexpr, BESIDE: tl.constexpr,
     IN_BLOCKS: tl.constexpr,
 ) -> tl.tensor:
+# fmt: on
     """Return where a tile begins in its run, its ``low`` and ``high``, and whether it is full and may be wide."""
     length, span = tl.load(row + FIELDS + 1), ROWS * 4 * (32 - 2 * BESIDE)
     start = reached
@@ -158,61 +157,48 @@ def reach_of(
     return last - turn * here, last - turn * second, last - turn * third, last - turn * fourth
 
 
+# fmt: off
 @jit
 def get(
-    row: tl.tensor,
-    FIELD: tl.constexpr,
-    borders: tl.tensor,
-    reached: tl.tensor,
-    start: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    ELEMENT: tl.constexpr,
-    AT: tl.constexpr,
-    RANDOM: tl.constexpr,
-    ROWS: tl.constexpr,
-    BESIDE: tl.constexpr,
-    FAST: tl.constexpr,
+    row: tl.tensor, FIELD: tl.constexpr, borders: tl.tensor, reached: tl.tensor, start: tl.tensor, low: tl.tensor,
+    high: tl.tensor, ELEMENT: tl.constexpr, AT: tl.constexpr, RANDOM: tl.constexpr, ROWS: tl.constexpr,
+    BESIDE: tl.constexpr, FAST: tl.constexpr,
 ) -> tl.tensor:
+# fmt: on
     """Return a tile of a field in fp32 with its neighbours, and numbers that nobody uses beyond them."""
     places, _ = _threads(ROWS, BESIDE)
     lanes = places[:, :, None] + tl.arange(0, 4)[None, None, :]
-    pointer = place_of(row, FIELD, start, FAST, ELEMENT)
-    here, at = (places > low - 4) & (places < high), lanes
-    inside = (lanes >= low) & (lanes < high)
+    pointer, SPAN = place_of(row, FIELD, start, FAST, ELEMENT) + lanes, ROWS * 4 * (32 - 2 * BESIDE)
+    here, borders = (places > low - 4) & (places < high), borders + (2 * FIELD + 1) * 4 * BESIDE
+    inside, side = (lanes >= low) & (lanes < high), tl.zeros(lanes.shape, tl.float32)
     if FAST:
         # All elements of a thread are on one side, which allows wide accesses.
-        inside, at = here[:, :, None], places[:, :, None]
-    value = tl.load(pointer + lanes, mask=inside, other=0)
-    if (AT > 0) & (ELEMENT != tl.bfloat16):
+        here = (places >= 0) & (places < SPAN)
+        inside = here[:, :, None]
+        if BESIDE > 0:
+            at = lanes - SPAN * (places > 0).to(tl.int32)[:, :, None]
+            # Of a mask that is negated, the compiler does not know that all elements of a thread have the same.
+            side = tl.load(borders + at, mask=((places < 0) | (places >= SPAN))[:, :, None], other=0.0)
+    elif BESIDE > 0:
+        at = tl.where(lanes < low, lanes - low, lanes - high)
+        side = tl.load(borders + at, mask=~inside & ((at >= -4 * BESIDE) & (at < 4 * BESIDE)), other=0.0)
+    if AT == 0:
+        return tl.load(pointer, mask=inside, other=side)
+    value = tl.load(pointer, mask=inside, other=0)
+    if ELEMENT != tl.bfloat16:
         exponents = exponents_at(row, AT, reached // _BLOCK) + places // _BLOCK
         value = decoded(value, tl.load(exponents, mask=here, other=0)[:, :, None], ELEMENT)
-    value = value.to(tl.float32)
-    if BESIDE > 0:
-        beside = ((at < low) & (at >= low - 4 * BESIDE)) | ((at >= high) & (at < high + 4 * BESIDE))
-        sides = borders + (2 * FIELD + 1) * 4 * BESIDE + tl.where(at < low, lanes - low, lanes - high)
-        value = tl.where(inside, value, tl.load(sides, mask=beside, other=0.0))
-    return value
+    return tl.where(inside, value.to(tl.float32), side)
 
 
+# fmt: off
 @jit
 def put(
-    row: tl.tensor,
-    FIELD: tl.constexpr,
-    value: tl.tensor,
-    count: tl.tensor,
-    reached: tl.tensor,
-    start: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    ELEMENT: tl.constexpr,
-    AT: tl.constexpr,
-    RANDOM: tl.constexpr,
-    ROWS: tl.constexpr,
-    BESIDE: tl.constexpr,
-    FAST: tl.constexpr,
-    FIELDS: tl.constexpr,
+    row: tl.tensor, FIELD: tl.constexpr, value: tl.tensor, count: tl.tensor, reached: tl.tensor, start: tl.tensor,
+    low: tl.tensor, high: tl.tensor, ELEMENT: tl.constexpr, AT: tl.constexpr, RANDOM: tl.constexpr,
+    ROWS: tl.constexpr, BESIDE: tl.constexpr, FAST: tl.constexpr, FIELDS: tl.constexpr,
 ) -> None:
+# fmt: on
     """Store what a tile owns of a field.
 
     In codes that is what lies in blocks that the run has alone. Other elements go to memory of their own in fp32,
@@ -223,23 +209,27 @@ def put(
     if FAST:
         own = owns[:, :, None]
     pointer = place_of(row, FIELD, start, FAST, ELEMENT) + lanes
-    noise = noise_of(row, AT, count, start, lanes, RANDOM)
+    first, here, above = seeds_of(row, AT, count, start, RANDOM)
+    noise = noise_of(first, here, above, lanes, RANDOM)
     if AT == 0:
         tl.store(pointer, value, mask=own)
     elif ELEMENT == tl.bfloat16:
         tl.store(pointer, narrowed(value, noise, RANDOM), mask=own)
     else:
+        # One thread stores the exponent, the first of the block or of the run.
+        begins = owns & (places % _BLOCK == 0)
         if not FAST:
+            begins = owns & ((places % _BLOCK == 0) | (places <= low)) & ((places > low - 4) & (places < high))
             at, first, last = start + lanes, tl.load(row + FIELDS + 7), tl.load(row + FIELDS + 8)
             before, after = own & (at < first), own & ((at >= first) & (at >= last))
             tl.store(tl.load(row + AT + 3).to(tl.pointer_type(tl.float32)) + at, value, mask=before)
             tl.store(tl.load(row + AT + 4).to(tl.pointer_type(tl.float32)) + (at - last), value, mask=after)
             own &= (at >= first) & (at < last)
+            begins &= (start + places > first - 4) & (start + places < last)
         roots = roots_of(value, ELEMENT)
         bits = tl.max(tl.where(own, roots.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0), axis=2)
         chosen = _exponents(bits, ELEMENT, ROWS, BESIDE)
         tl.store(pointer, encoded(roots, chosen[:, :, None], noise, ELEMENT, RANDOM).to(ELEMENT), mask=own)
-        begins = tl.max((own & (lanes % _BLOCK == 0)).to(tl.int32), axis=2) > 0
         exponents = exponents_at(row, AT, reached // _BLOCK) + places // _BLOCK
         tl.store(exponents, chosen.to(tl.int8), mask=begins)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+
+from narrow_cases import assert_same, runs_of  # noqa: E402
 
 from rankwise.kernels.low_precision_runs import (  # noqa: E402
     BFLOAT16,
@@ -57,6 +60,9 @@ def statistics(band: int, kinds: tuple[Any, Any, Any], step: Any) -> list[Any]:
         sizes = [10.0 ** (-3 * torch.rand(numel, generator=generator)) for numel in LENGTHS]
         values = [torch.randn(numel, generator=generator) * size for numel, size in zip(LENGTHS, sizes, strict=True)]
         values = [value.abs() + 1e-3 if place == 2 else value for value in values]
+        values[5].zero_()
+        if place == 0:
+            values[9][1000], values[3][7] = torch.inf, torch.nan
         kind = kinds[min(place - 1, 2)] if place else None
         if kind is None:
             fields.append(values)
@@ -95,9 +101,15 @@ def ends(first: int, numel: int) -> tuple[int, int]:
     return head, (first + numel) % BLOCK if numel > head else 0
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("kinds", KINDS)
-@pytest.mark.parametrize("band", [0, 1, 2, pytest.param(4, marks=pytest.mark.exhaustive), 5])
+QUICK = ((1, "as int8 keeps them", True), (4, "all in codes", True), (0, "some", False), (5, "bfloat16", False))
+
+
+def cases() -> Iterator[Any]:
+    for case in product((0, 1, 2, 4, 5), KINDS, (False, True)):
+        yield pytest.param(*case, marks=() if case in QUICK else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(("band", "kinds", "shared"), cases())
 def test_the_bits_are_those_of_opened_statistics(directions: Any, band: int, kinds: str, shared: bool) -> None:
     fields = statistics(band, KINDS[kinds], 7 if shared else None)
     wide = [opened(field) for field in fields]
@@ -116,12 +128,13 @@ def test_the_bits_are_those_of_opened_statistics(directions: Any, band: int, kin
                 )
     out, squares = stepped(directions, fields, band, 3)
     expected, norms = stepped(directions, wide, band, 3)
-    assert all(torch.equal(ours, other) for ours, other in zip(out, expected, strict=True))
+    assert_same(out, expected)
     # Tiles that begin with a block are cut elsewhere.
-    torch.testing.assert_close(squares, norms, rtol=1e-12, atol=0)
+    torch.testing.assert_close(squares, norms, rtol=1e-12, atol=0, equal_nan=True)
+    assert int(squares[0].isfinite().sum()) == len(LENGTHS) - 2
     for field, values, codes in zip(fields[1:], wide[1:], before[1:], strict=True):
         if not isinstance(field, LowPrecisionRuns):
-            assert all(torch.equal(ours, other) for ours, other in zip(field, values, strict=True))
+            assert_same(field, values)
             continue
         again = LowPrecisionRuns(
             [kept.clone() for kept in codes],
@@ -139,13 +152,28 @@ def check_run(field: LowPrecisionRuns, again: LowPrecisionRuns, values: Any, cod
     """What a run has alone is stored, and what it shares is left as it was and given in float32."""
     numel = LENGTHS[run]
     head, tail = ((0 if end is None else end.numel()) for end in field.loose[run]) if field.loose else (0, 0)
-    assert torch.equal(field.codes[run][head : numel - tail], again.codes[run][head : numel - tail])
+    assert_same([field.codes[run][head : numel - tail]], [again.codes[run][head : numel - tail]])
     if field.exponents:
         inner = slice(1 if head else 0, -1 if tail else None)
-        assert torch.equal(field.exponents[run][inner], again.exponents[run][inner])
+        assert_same([field.exponents[run][inner]], [again.exponents[run][inner]])
     if head:
-        assert torch.equal(field.codes[run][:head], codes[run][:head])
-        assert torch.equal(field.loose[run][0], values[run][:head])
+        assert_same([field.codes[run][:head], field.loose[run][0]], [codes[run][:head], values[run][:head]])
     if tail:
-        assert torch.equal(field.codes[run][numel - tail :], codes[run][numel - tail :])
-        assert torch.equal(field.loose[run][1], values[run][numel - tail :])
+        last = slice(numel - tail, None)
+        assert_same([field.codes[run][last], field.loose[run][1]], [codes[run][last], values[run][last]])
+
+
+def test_steps_may_be_counted_on_the_device(interpreter: None) -> None:
+    from rankwise.sonew.cuda import sonew_directions
+
+    counts = torch.arange(3, 3 + len(LENGTHS))
+    fields = statistics(1, KINDS["all in codes"], counts)
+    wide = [opened(field) for field in fields]
+    out, _ = stepped(sonew_directions, fields, 1, counts)
+    expected, _ = stepped(sonew_directions, wide, 1, counts)
+    assert_same(out, expected)
+    for field, values in zip(fields[1:], wide[1:], strict=True):
+        again = runs_of(LENGTHS, FIRSTS, field.dtype, counts)
+        again = LowPrecisionRuns(again.codes, again.exponents, FIRSTS, field.keys, counts)
+        encode_(values, again)
+        assert_same(field, again)

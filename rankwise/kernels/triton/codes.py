@@ -25,6 +25,7 @@ __all__ = [
     "opened",
     "put_exponents",
     "roots_of",
+    "seeds_of",
     "store",
 ]
 
@@ -51,24 +52,29 @@ def _mixed(word: tl.tensor) -> tl.tensor:
 
 
 @jit
-def noise_of(
-    row: tl.tensor, AT: tl.constexpr, count: tl.tensor, start: tl.tensor, lanes: tl.tensor, RANDOM: tl.constexpr
-) -> tl.tensor:
-    """Return 16 bits of noise for each element of a tile, by its place in the parameter; 0 if not RANDOM."""
+def seeds_of(row: tl.tensor, AT: tl.constexpr, count: tl.tensor, start: tl.tensor, RANDOM: tl.constexpr) -> tl.tensor:
+    """Return the place of an element in the parameter without its upper 32 bits, and the seeds from there on.
+
+    The first seed is that of the places before the next multiple of 2^32, the second one of those beyond it.
+    """
     if RANDOM:
-        return _noise(tl.load(row + AT + 2), count, tl.load(row + AT + 1) + start, lanes)
+        place = tl.load(row + AT + 1) + start
+        word = _mixed(count.to(tl.uint32) ^ _mixed(tl.load(row + AT + 2).to(tl.uint32)))
+        upper = place >> 32
+        seeds = _mixed(upper.to(tl.uint32) ^ word), _mixed((upper + 1).to(tl.uint32) ^ word)
+        return (place & 0xFFFFFFFF).to(tl.uint32), seeds[0], seeds[1]
     else:
-        return 0
+        return 0, 0, 0
 
 
 @jit
-def _noise(key: tl.tensor, count: tl.tensor, place: tl.tensor, lanes: tl.tensor) -> tl.tensor:
-    """Return the noise of the places from ``place`` on, which may pass a multiple of 2^32."""
-    word = _mixed(count.to(tl.uint32) ^ _mixed(key.to(tl.uint32)))
-    low = (place & 0xFFFFFFFF).to(tl.uint32)
-    places = low + lanes.to(tl.uint32)
-    here, above = _mixed((place >> 32).to(tl.uint32) ^ word), _mixed(((place >> 32) + 1).to(tl.uint32) ^ word)
-    return (_mixed(places ^ tl.where(places < low, above, here)) >> 16).to(tl.int32)
+def noise_of(low: tl.tensor, here: tl.tensor, above: tl.tensor, lanes: tl.tensor, RANDOM: tl.constexpr) -> tl.tensor:
+    """Return 16 bits of noise for each element of a tile, by what :func:`seeds_of` gave; 0 if not RANDOM."""
+    if RANDOM:
+        places = low + lanes.to(tl.uint32)
+        return (_mixed(places ^ tl.where(places < low, above, here)) >> 16).to(tl.int32)
+    else:
+        return 0
 
 
 @jit
@@ -139,7 +145,7 @@ def least_exponents(bits: tl.tensor, ELEMENT: tl.constexpr) -> tl.tensor:
 def encoded(
     roots: tl.tensor, exponents: tl.tensor, noise: tl.tensor, ELEMENT: tl.constexpr, RANDOM: tl.constexpr
 ) -> tl.tensor:
-    """Return the codes of a tile, int32; exponents have its shape, or one that broadcasts to it."""
+    """Return codes in the lower 8 bits of int32; exponents have the shape of the tile, or one that broadcasts to it."""
     broken = exponents == BROKEN
     scale = tl.where(broken, 0.0, _power(tl.where(broken, 0, -exponents)))
     # The codes of a broken block, and of NaN, are 0.
@@ -151,7 +157,11 @@ def encoded(
         codes = tl.minimum(tl.maximum(digits + 32 * shift, 1), 255)
         return tl.where(scaled > 0.0, codes, 0)
     else:
-        return tl.minimum(tl.maximum(_rounded(scaled, noise, RANDOM), -127.0), 127.0).to(tl.int32)
+        if RANDOM:
+            return tl.minimum(tl.maximum(_rounded(scaled, noise, RANDOM), -127.0), 127.0).to(tl.int32)
+        else:
+            # The sum has the whole number in its last bits.
+            return (tl.minimum(tl.maximum(scaled, -127.0), 127.0) + WHOLE).to(tl.int32, bitcast=True)
 
 
 @jit
@@ -186,6 +196,8 @@ def opened(
     kept = read(place, lanes, inside, FAST)
     if AT == 0 or ELEMENT == tl.bfloat16:
         return kept.to(tl.float32)
+    elif FAST:
+        return decoded(kept, tl.load(exponents + blocks_of(lanes))[:, None], ELEMENT)
     else:
         return decoded(kept, tl.load(exponents + blocks_of(lanes), mask=blocks, other=0)[:, None], ELEMENT)
 
@@ -197,9 +209,10 @@ def decoded(kept: tl.tensor, exponents: tl.tensor, ELEMENT: tl.constexpr) -> tl.
     broken = stored == BROKEN
     scale = tl.where(broken, float("nan"), _power(tl.where(broken, 0, stored)))
     if ELEMENT == tl.uint8:
+        # A code is the upper bits of a float's exponent and digits, but for those that have the exponent 0.
         codes = kept.to(tl.int32)
-        shift = tl.maximum((codes >> 5) - 1, 0)
-        root = (codes - 32 * shift).to(tl.float32) * _power(shift) * scale
+        root = ((codes << 18) + 0x41800000).to(tl.float32, bitcast=True)
+        root = tl.where(codes < 32, 2.0 * root - 32.0, root) * scale
         return root * root
     else:
         return kept.to(tl.float32) * scale

@@ -22,6 +22,7 @@ from rankwise.kernels.triton.codes import (
     opened,
     put_exponents,
     roots_of,
+    seeds_of,
     store,
 )
 from rankwise.kernels.triton.codes import exponents_of as _exponents_of
@@ -183,7 +184,8 @@ def _encode(
 ) -> None:
     lanes, inside, blocks = _inside(row, start, LANES)
     codes, exponents = place_of(row, 1, start, FAST, ELEMENT), exponents_at(row, _AT, block)
-    noise = noise_of(row, _AT, count, start, lanes, RANDOM)
+    low, here, above = seeds_of(row, _AT, count, start, RANDOM)
+    noise = noise_of(low, here, above, lanes, RANDOM)
     value = read(place_of(row, 0, start, FAST), lanes, inside, FAST)
     # fmt: off
     store(codes, exponents, blocks, value, lanes, inside, noise, FAST, ELEMENT, _AT, RANDOM, GIVEN, given)

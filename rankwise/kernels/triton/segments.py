@@ -255,13 +255,13 @@ def _sum_kernel(
 
 
 @jit
-def lanes_of(LANES: tl.constexpr, WIDTH: tl.constexpr = 4) -> tl.tensor:
-    """Return the places of a tile, (LANES / WIDTH, WIDTH): a thread takes so many neighbours of every field.
+def lanes_of(LANES: tl.constexpr) -> tl.tensor:
+    """Return the places of a tile, (LANES / 4, 4): a thread takes four neighbours, 16 bytes in fp32, of every field.
 
-    Four are 16 bytes in fp32. In one dimension it would take 16 bytes of the narrowest field, and its accesses to wider
-    fields would be scattered.
+    In one dimension it would take 16 bytes of the narrowest field, and its accesses to wider fields would be scattered.
+    With eight neighbours of each field, what is narrow and what is wide moves between threads.
     """
-    return tl.arange(0, LANES // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    return tl.arange(0, LANES // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
 
 
 @jit

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rankwise.kernels.low_precision_runs import BLOCK
 from rankwise.kernels.passes import Field, Pass, Rule, Tensors
-from rankwise.kernels.triton.codes import blocks_inside, exponents_at, noise_of, opened, store
+from rankwise.kernels.triton.codes import blocks_inside, exponents_at, noise_of, opened, seeds_of, store
 from rankwise.kernels.triton.language import device_scalar, jit, launch
 from rankwise.kernels.triton.pass_fields import PassFields
 from rankwise.kernels.triton.segments import Runs, lanes_of, moved, place_of, read, run_sums, wide, write
@@ -41,7 +41,7 @@ def run(update: Pass, scale: float = 1.0) -> None:
         ValueError: A tensor is of another kind, or the lists do not fit together.
     """
     scalars, fields = update.scalars, PassFields(update.fields, TILES * PASS_TILE, ("grad", "reference"))
-    runs, width = fields.runs, _width_of(fields)
+    runs = fields.runs
     own_scale, root = update.corrections() if update.rule == "adamw" else (scale, 1.0)
     launch(
         update_kernel,
@@ -72,9 +72,8 @@ def run(update: Pass, scale: float = 1.0) -> None:
         GRAD=fields.types["grad"],
         **fields.constants,
         FIELDS=len(update.fields),
-        BLOCK=PASS_TILE * width // 4,
-        WIDTH=width,
-        TILES=TILES * 4 // width,
+        BLOCK=PASS_TILE,
+        TILES=TILES,
         num_warps=_WARPS,
         # With fused multiplications a pass over codes would not round like a pass over what they stand for.
         enable_fp_fusion=False,
@@ -112,15 +111,9 @@ def squared_norms(tensors: Tensors, references: Field | None, k: float) -> Tenso
         **{name: fields.constants[name] for name in ("REFERENCE", "REFERENCE_AT", "EXTRAS")},
         FIELDS=len(lists),
         BLOCK=TILE,
-        WIDTH=_width_of(fields),
         num_warps=_WARPS,
     )
     return run_sums(runs, partials)[0]
-
-
-def _width_of(fields: PassFields) -> int:
-    """Return the elements of a thread, which takes more at a time where some are in 8 bits."""
-    return 8 if tl.int8 in fields.types.values() or tl.uint8 in fields.types.values() else 4
 
 
 def one_per_run(values: Tensor | None, runs: Runs) -> Tensor:
@@ -174,7 +167,6 @@ def norm_kernel(
     EXTRAS: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
 ) -> None:
     """Sum the squares of a tile of the gradient, which is corrected where there is a reference."""
     program = tl.program_id(0).to(tl.int64)
@@ -182,9 +174,9 @@ def norm_kernel(
     start = tl.load(tiles + 2 * program + 1)
     length = tl.load(row + FIELDS)
     if (start + BLOCK <= length) & wide(row, FIELDS):
-        _norm_tile(row, start, length, partials + program, k, REFERENCE, REFERENCE_AT, FIELDS, BLOCK, WIDTH, True)
+        _norm_tile(row, start, length, partials + program, k, REFERENCE, REFERENCE_AT, FIELDS, BLOCK, True)
     else:
-        _norm_tile(row, start, length, partials + program, k, REFERENCE, REFERENCE_AT, FIELDS, BLOCK, WIDTH, False)
+        _norm_tile(row, start, length, partials + program, k, REFERENCE, REFERENCE_AT, FIELDS, BLOCK, False)
 
 
 @jit
@@ -198,10 +190,9 @@ def _norm_tile(
     REFERENCE_AT: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    lanes = lanes_of(BLOCK, WIDTH)
+    lanes = lanes_of(BLOCK)
     inside, blocks = start + lanes < length, blocks_inside(start, length, lanes)
     value = read(place_of(row, 0, start, FAST), lanes, inside, FAST)
     if FIELDS == 2:
@@ -259,7 +250,6 @@ def update_kernel(
     EXTRAS: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
     TILES: tl.constexpr,
 ) -> None:
     """Update some tiles; RULE is 0 momentum only, 1 Lion, 2 AdamW, 3 a step along the gradient, 4 Nesterov's."""
@@ -282,12 +272,12 @@ def update_kernel(
         _update_tiles(row, start, length, factor, rate, keep, k, share, beta1, share1, beta2, share2, root, eps,
                       count, RULE, CORRECT, SCALED, ADVANCE, CAUTIOUS, GRAD, EXP_AVG, EXP_AVG_AT, EXP_AVG_RANDOM,
                       EXP_AVG_SQ, EXP_AVG_SQ_AT, EXP_AVG_SQ_RANDOM, REFERENCE, REFERENCE_AT, REFERENCE_RANDOM,
-                      FIELDS, BLOCK, WIDTH, TILES, True)
+                      FIELDS, BLOCK, TILES, True)
     else:
         _update_tiles(row, start, length, factor, rate, keep, k, share, beta1, share1, beta2, share2, root, eps,
                       count, RULE, CORRECT, SCALED, ADVANCE, CAUTIOUS, GRAD, EXP_AVG, EXP_AVG_AT, EXP_AVG_RANDOM,
                       EXP_AVG_SQ, EXP_AVG_SQ_AT, EXP_AVG_SQ_RANDOM, REFERENCE, REFERENCE_AT, REFERENCE_RANDOM,
-                      FIELDS, BLOCK, WIDTH, TILES, False)
+                      FIELDS, BLOCK, TILES, False)
     # fmt: on
 
 
@@ -300,11 +290,11 @@ def _update_tiles(
     SCALED: tl.constexpr, ADVANCE: tl.constexpr, CAUTIOUS: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr,
     EXP_AVG_AT: tl.constexpr, EXP_AVG_RANDOM: tl.constexpr, EXP_AVG_SQ: tl.constexpr, EXP_AVG_SQ_AT: tl.constexpr,
     EXP_AVG_SQ_RANDOM: tl.constexpr, REFERENCE: tl.constexpr, REFERENCE_AT: tl.constexpr,
-    REFERENCE_RANDOM: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    TILES: tl.constexpr, FAST: tl.constexpr,
+    REFERENCE_RANDOM: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    FAST: tl.constexpr,
 ) -> None:
     """Update tiles of a run; its fields are gradient, momentum, weight, second moment, reference, or some of these."""
-    lanes = lanes_of(BLOCK, WIDTH)
+    lanes = lanes_of(BLOCK)
     # Addresses are read before the loop: the compiler cannot know that no store of it overwrites them.
     grads, first_block = place_of(row, 0, start, FAST, GRAD), start // _SHARED
     # A step has no momentum, and its weight takes that place.
@@ -315,6 +305,9 @@ def _update_tiles(
     exponents1 = exponents_at(row, EXP_AVG_AT, first_block)
     exponents2 = exponents_at(row, EXP_AVG_SQ_AT, first_block)
     exponents3 = exponents_at(row, REFERENCE_AT, first_block)
+    low1, here1, above1 = seeds_of(row, EXP_AVG_AT, count, start, EXP_AVG_RANDOM)
+    low2, here2, above2 = seeds_of(row, EXP_AVG_SQ_AT, count, start, EXP_AVG_SQ_RANDOM)
+    low3, here3, above3 = seeds_of(row, REFERENCE_AT, count, start, REFERENCE_RANDOM)
     end = tl.minimum(length - start, TILES * BLOCK).to(tl.int32)
     for offset in range(0, end, BLOCK):
         here = start + offset
@@ -335,7 +328,7 @@ def _update_tiles(
             second = opened(moved(seconds, offset, FAST), exponents2 + block, blocks, lanes, inside, FAST,
                             EXP_AVG_SQ, EXP_AVG_SQ_AT)
         if CORRECT and ADVANCE:
-            noise = noise_of(row, REFERENCE_AT, count, here, lanes, REFERENCE_RANDOM)
+            noise = noise_of(low3, here3, above3, offset + lanes, REFERENCE_RANDOM)
             store(moved(references, offset, FAST), exponents3 + block, blocks, grad, lanes, inside, noise, FAST,
                   REFERENCE, REFERENCE_AT, REFERENCE_RANDOM)
         if RULE == 3:
@@ -347,7 +340,7 @@ def _update_tiles(
             if SCALED:
                 value = value * factor
             momentum = beta1 * momentum + share1 * value
-            noise = noise_of(row, EXP_AVG_AT, count, here, lanes, EXP_AVG_RANDOM)
+            noise = noise_of(low1, here1, above1, offset + lanes, EXP_AVG_RANDOM)
             store(moved(momenta, offset, FAST), exponents1 + block, blocks, momentum, lanes, inside, noise, FAST,
                   EXP_AVG, EXP_AVG_AT, EXP_AVG_RANDOM)
             if RULE == 1 or RULE == 4:
@@ -358,7 +351,7 @@ def _update_tiles(
                 value = rate * ((momentum > 0.0).to(tl.float32) - (momentum < 0.0).to(tl.float32))
             if RULE == 2:
                 second = beta2 * second + share2 * value * value
-                noise = noise_of(row, EXP_AVG_SQ_AT, count, here, lanes, EXP_AVG_SQ_RANDOM)
+                noise = noise_of(low2, here2, above2, offset + lanes, EXP_AVG_SQ_RANDOM)
                 store(moved(seconds, offset, FAST), exponents2 + block, blocks, second, lanes, inside, noise, FAST,
                       EXP_AVG_SQ, EXP_AVG_SQ_AT, EXP_AVG_SQ_RANDOM)
                 # The root is rounded correctly, because the fast one flushes denormal second moments to zero.
