@@ -26,7 +26,7 @@ GOALS = {
     "SONew, tridiagonal, states int8": 1.2,
     "MARS-AdamW, states int8": 1.0,
     "LDAdam, rank 256": 2.5,
-    "MKOR": 6.5,
+    "MKOR": 1.7,
 }
 """Most that a step may take over fused AdamW's, for the bytes and products that each must have."""
 
