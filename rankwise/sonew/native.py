@@ -98,7 +98,7 @@ def sonew_directions(
     margins_in_c = (ctypes.c_void_p * (2 * len(runs)))(
         *(None if m is None else address(m) for pair in sides for m in pair)
     )
-    described = _in_c(grads, states)
+    described, structures = _in_c(grads, states)
     described |= {
         "lengths": integers([grad.numel() for grad in grads]),
         "starts": integers([run.start for run in runs]),
@@ -113,6 +113,7 @@ def sonew_directions(
     getattr(compiled, f"sonew_directions_{SUFFIXES[grads[0].dtype]}")(
         ctypes.byref(call), ctypes.c_void_p(address(sums[0])), ctypes.c_void_p(address(sums[1]))
     )
+    del structures
     return sums
 
 
@@ -126,32 +127,34 @@ class _Described(ctypes.Structure):
     ]
 
 
-def _in_c(grads: list[Tensor], states: Sequence[Field]) -> dict[str, Any]:
-    """Describe gradients and statistics to C, and what the blocks of narrow ones have in common with other runs."""
+def _in_c(grads: list[Tensor], states: Sequence[Field]) -> tuple[dict[str, Any], list[Any]]:
+    """Describe gradients and statistics to C, and what blocks of narrow ones have in common with other runs.
+
+    Returns:
+        Arrays by name, and structures to which they point.
+    """
     nothing = [None] * len(grads)
-    fields: list[Any] = []
-    narrow: list[Any] = []
-    loose: list[Any] = []
+    fields: list[int | None] = [address(grad) for grad in grads]
+    narrow: list[low_precision_arrays.LowPrecisionInC | None] = [None]
+    loose: list[int | None] = 2 * nothing
     ends = [(0, grad.numel()) for grad in grads]
-    for field in (grads, *states):
-        is_narrow = isinstance(field, LowPrecisionRuns)
-        fields += nothing if is_narrow else [address(tensor) for tensor in field]
-        narrow.append(low_precision_arrays.in_c(field) if is_narrow else None)
-        pairs = field.loose if is_narrow and field.loose else [(None, None)] * len(grads)
-        loose += [None if end is None else address(end) for pair in pairs for end in pair]
-        if is_narrow and field.loose:
-            ends = [
-                (0 if head is None else head.numel(), grad.numel() - (0 if tail is None else tail.numel()))
-                for (head, tail), grad in zip(pairs, grads, strict=True)
-            ]
-    pointers = (ctypes.c_void_p * len(narrow))(*(None if each is None else ctypes.addressof(each) for each in narrow))
-    pointers.described = narrow
-    return {
-        "fields": (ctypes.c_void_p * len(fields))(*fields),
-        "narrow": pointers,
-        "loose": (ctypes.c_void_p * len(loose))(*loose),
-        "ends": integers([end for pair in ends for end in pair]),
-    }
+    for field in states:
+        memory: Sequence[tuple[Tensor | None, Tensor | None]] = [(None, None)] * len(grads)
+        if isinstance(field, LowPrecisionRuns):
+            fields += nothing
+            narrow.append(low_precision_arrays.in_c(field))
+            if field.loose:
+                memory = field.loose
+                sizes = [[0 if end is None else end.numel() for end in pair] for pair in memory]
+                ends = [(head, grad.numel() - tail) for (head, tail), grad in zip(sizes, grads, strict=True)]
+        else:
+            fields += [address(tensor) for tensor in field]
+            narrow.append(None)
+        loose += [None if end is None else address(end) for pair in memory for end in pair]
+    pointers = [None if each is None else ctypes.addressof(each) for each in narrow]
+    arrays = {name: (ctypes.c_void_p * len(of))(*of) for name, of in (("fields", fields), ("narrow", pointers))}
+    arrays["loose"] = (ctypes.c_void_p * len(loose))(*loose)
+    return {**arrays, "ends": integers([end for pair in ends for end in pair])}, narrow
 
 
 def _sides(margins: Margins | None, dtype: torch.dtype, band: int) -> tuple[Tensor | None, Tensor | None]:

@@ -14,7 +14,7 @@ from rankwise.kernels.passes import Pass, Scalars
 from rankwise.options.constructor import options_as_keywords
 from rankwise.plan.notes import Note
 from rankwise.plan.step_costs import PASS_TABLE_BYTES, TABLE_BYTES, ScratchMemory, StepCosts
-from rankwise.plan.step_unit import WHOLE, Bucket, Collectives, StepUnit, portion_sizes, portions, spans
+from rankwise.plan.step_unit import Bucket, Collectives, StepUnit, portion_sizes, portions, spans
 from rankwise.sonew.chain_runs import ChainRun, Margins
 from rankwise.sonew.cuda_source import scratch_of
 from rankwise.sonew.dispatch import directions_for
@@ -191,9 +191,11 @@ class SONew(ShardedOptimizer):
             or any(entry.shard.columns is not None for entry in bucket.entries)
         ):
             # The plain form works on one shard after the other, and need not open the states of more.
-            for places in ([place] for place in range(len(bucket.entries))) if narrow else (WHOLE,):
-                piece = bucket if places is WHOLE else bucket.only(places)
-                yield piece, self._windowed(unit, piece, halos, None if grad_norms is None else grad_norms[places])
+            single: list[list[int] | None] = [[place] for place in range(len(bucket.entries))]
+            for places in single if narrow else [None]:
+                piece = bucket if places is None else bucket.only(places)
+                norms = grad_norms if grad_norms is None or places is None else grad_norms[places]
+                yield piece, self._windowed(unit, piece, halos, norms)
                 unit.narrow.keep_apart()
                 piece.found.clear()
             return

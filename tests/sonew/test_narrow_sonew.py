@@ -13,7 +13,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from narrow_cases import assert_same, runs_of  # noqa: E402
+from simulated import Case, Framework, run_of, world_group  # noqa: E402
 
+from rankwise import SONew  # noqa: E402
+from rankwise.kernels import triton  # noqa: E402
+from rankwise.kernels.dispatch import using  # noqa: E402
 from rankwise.kernels.low_precision_runs import (  # noqa: E402
     BFLOAT16,
     BLOCK,
@@ -25,6 +29,7 @@ from rankwise.kernels.low_precision_runs import (  # noqa: E402
 )
 from rankwise.kernels.quantization import decode_, encode_  # noqa: E402
 from rankwise.sonew.chain_runs import ChainRun, Margins  # noqa: E402
+from rankwise.states import optimizer_spec  # noqa: E402
 
 # Around blocks of 64 and the 960 elements of a tile; cut within blocks at one end, at both, and within a single one.
 LENGTHS = (1, 63, 64, 65, 0, 959, 960, 961, 1025, 2053, 7, 90, 30)
@@ -177,3 +182,18 @@ def test_steps_may_be_counted_on_the_device(interpreter: None) -> None:
         again = LowPrecisionRuns(again.codes, again.exponents, FIRSTS, field.keys, counts)
         encode_(values, again)
         assert_same(field, again)
+
+
+def test_steps_on_a_device_do_not_depend_on_the_layout(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters lie one behind the other, blocks of 64 across them; the ends of their runs are stored afterwards."""
+    monkeypatch.setattr(optimizer_spec, "FEWEST_CODED", 1)
+    options = {"band": 1, "graft": "none", "chain": "tensor", "state_dtype": "int8", "state_rounding": "stochastic"}
+    held = []
+    with using(triton):
+        for layout in ("replicated", "flat"):
+            framework = Framework(layout, Case("sonew", SONew, options), torch.float32, 0, 1, world_group())
+            for _ in range(2):
+                framework.step()
+            held.append(framework.pieces())
+    whole = {piece.key: values for piece, values in held[0]}
+    assert_same([values for _, values in held[1]], [run_of(whole[piece.key], piece) for piece, _ in held[1]])
