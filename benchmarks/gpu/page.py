@@ -54,6 +54,11 @@ _NOTES = """
   symmetric product, 1.2 to 1.4 times as fast as the library from 4096 rows on. torch's Muon takes 1.28 times as long.
 - **LDAdam** multiplies in float32, and its steps at rank 256 are bound by these products.
 - **SONew with band 4** is bound by instructions, not by memory.
+- **Kernels from after these figures**, which no device has timed. SONew's pass opens and stores 8-bit states itself: 12
+  launches and 28 bytes a parameter instead of 339 and 84. By its instructions a step should take 8 to 10 ms here, not
+  49.6. For band 4 a thread takes four elements, with 346 instructions each instead of 900, which should be 16 to 20 ms
+  instead of 34.1. AdamW's pass over 8-bit states, which instructions bind, has 132 an element instead of 156 (4.6 ms of
+  MARS-AdamW's step instead of 5.4). The figures above are of the kernels before.
 - **Graphs**: [what can be captured](support.md#cuda-graphs), and how it is tested.
 """
 
