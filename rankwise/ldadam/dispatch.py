@@ -9,6 +9,7 @@ import torch
 
 from rankwise.kernels import triton
 from rankwise.kernels.dispatch import kernels_for
+from rankwise.kernels.product_types import multiplies_bfloat16
 from rankwise.ldadam import rule
 from rankwise.ldadam.in_place import StepsInPlace
 
@@ -32,7 +33,7 @@ def shards_step_for(device: torch.device, dtype: torch.dtype) -> Callable[..., N
         return None
     from rankwise.ldadam.cuda.low_rank_step import low_rank_step_
 
-    return low_rank_step_
+    return partial(low_rank_step_, precision=_precision(device))
 
 
 def moments_for(device: torch.device, dtype: torch.dtype) -> Moments:
@@ -74,6 +75,5 @@ def computes_stacks(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _precision(device: torch.device) -> str:
-    """Triton's name for how tensor cores multiply float32: in three TF32 products on NVIDIA's since 8.0."""
-    cuda = device.type == "cuda" and torch.version.hip is None
-    return "tf32x3" if cuda and torch.cuda.get_device_capability(device) >= (8, 0) else "ieee"
+    """How float32 is multiplied: in halves where bfloat16 is fast, and in Triton's interpreter, which shows it."""
+    return "bf16x3" if device.type == "cpu" or multiplies_bfloat16(device) else "ieee"

@@ -55,10 +55,10 @@ def results(given: LowRankStep) -> dict[str, Tensor]:
     return {**given.state, "weight": given.weight, "error": error}
 
 
-def step(*jobs: LowRankStep) -> Any:
+def step(*jobs: LowRankStep, precision: str = "bf16x3") -> Any:
     from rankwise.ldadam.cuda.grouped_matrices import ldadam_matrices_
 
-    return ldadam_matrices_(jobs, "ieee")
+    return ldadam_matrices_(jobs, precision)
 
 
 SHAPES = [(20, 33), (33, 20), (20, 33), (24, 24), (16, 130)]
@@ -66,14 +66,21 @@ SHAPES = [(20, 33), (33, 20), (20, 33), (24, 24), (16, 130)]
 
 @pytest.mark.parametrize("error", [None, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("feedback", [True, False])
-@pytest.mark.parametrize("at_once", [1 << 27, 400])
+@pytest.mark.parametrize(("at_once", "halved", "precision"), [(1 << 27, 1400, "bf16x3"), (400, 1 << 28, "ieee")])
 def test_a_step_is_that_of_the_plain_functions(
-    feedback: bool, error: torch.dtype | None, at_once: int, interpreter: None, monkeypatch: pytest.MonkeyPatch
+    feedback: bool,
+    error: torch.dtype | None,
+    at_once: int,
+    halved: int,
+    precision: str,
+    interpreter: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of several shapes, ranks, groups and counts, all at once or a few at a time."""
+    """Of several shapes, ranks, groups and counts, a few at a time."""
     from rankwise.ldadam.cuda import grouped_matrices
 
     monkeypatch.setattr(grouped_matrices, "ELEMENTS_AT_ONCE", at_once)
+    monkeypatch.setattr(grouped_matrices, "HALVED_AT_ONCE", halved)
     if error is not None and not feedback:
         return
     groups = [{**GROUP, "error_feedback": feedback}, {**GROUP, "error_feedback": feedback, "lr": 0.3}]
@@ -81,12 +88,12 @@ def test_a_step_is_that_of_the_plain_functions(
     jobs += [job((20, 33), 7, 100, groups[0], error=error), job((20, 33), 5, 110, groups[0], step=9, error=error)]
     expected = [wanted(given) for given in jobs]
     bases = [given.state["basis"].double().clone() for given in jobs]
-    found = step(*jobs)
+    found = step(*jobs, precision=precision)
     assert found.left == [] and float(found.kept) == 0.0
     for given, want in zip(jobs, expected, strict=True):
         has = results(given)
         for name, value in want.items():
-            tolerance = 0.02 if name == "error" and error == torch.bfloat16 else 1e-4
+            tolerance = 0.02 if name == "error" and error == torch.bfloat16 else 1e-4 if precision == "ieee" else 1e-3
             torch.testing.assert_close(has[name].double(), value, rtol=tolerance, atol=tolerance, msg=name)
     left = sum(
         float(1 - (want["basis"].mT @ old).square().sum() / old.shape[1])
@@ -136,7 +143,7 @@ def test_launches_do_not_depend_on_the_number_of_matrices(launches: list[str]) -
         launches.clear()
         step(*(job((20, 33), 5, seed, GROUP) for seed in range(copies)))
         counts.append(len(launches))
-    assert counts[0] == counts[1] <= 12
+    assert counts[0] == counts[1] == 18
 
 
 @pytest.mark.parametrize(("rows", "columns", "depth"), [(5, 33, 20), (130, 16, 40), (1, 1, 1), (20, 20, 129)])

@@ -1,12 +1,14 @@
-r"""One launch rotates the moments of a stack, advances them, and writes LDAdam's directions.
+r"""One launch rotates the moments of many matrices, advances them, and writes LDAdam's directions.
 
-Bytes (fp32) per element of (b, r, n): 12 read and 12 written; row tiles read the old moments again from the cache.
-
-Products are in full fp32. ``precision="tf32x3"`` runs them on tensor cores in three parts, with nearly the same
-accuracy.
+Bytes (fp32) per element of (r, n): 12 read and 12 written, the rotation besides. Where the moments advance in place a
+program has all rows of some columns, so that nothing is written that another program still reads, and directions and
+new momenta are written as halves for the products of the step, which takes 4 bytes more.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
 
 import torch
 import triton.language as tl
@@ -15,14 +17,17 @@ from torch import Tensor
 from rankwise.kernels.triton.language import ceil_div, jit, launch
 from rankwise.kernels.triton.segments import addresses
 from rankwise.kernels.triton.steps import number_of
+from rankwise.kernels.triton.tables import table_here
+from rankwise.ldadam.cuda.halves import empty_halves, multiply, split
 from rankwise.ldadam.formulas import MomentScales, moment_scales
 from rankwise.updates.adamw import Scalar, Step
 
-__all__ = ["low_rank_moments"]
+__all__ = ["MAX_RANK", "advance_moments_", "low_rank_moments"]
 
-# Rows, columns and summed-over entries of a tile.
-BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 32, 64, 32
-WARPS = 8
+MAX_RANK = 512
+"""Highest rank of moments that advance in place, as all rows of a tile lie in the registers of one program."""
+_TILE, _LEAST, _DEPTH = (32, 64), 16, 32
+_ELEMENTS = 4096
 
 
 def low_rank_moments(
@@ -50,7 +55,7 @@ def low_rank_moments(
         eps: Number added to the root.
         error_feedback: Whether ``projected`` comes from ``C = G + F``.
         written_beta1: The ``beta1`` that ``F`` was written with; None: the present one.
-        precision: Precision of the products: "ieee" or "tf32x3".
+        precision: Precision of the products: "ieee" or "bf16x3".
 
     Returns:
         ``M``, ``V`` and the direction ``D``, (b, r, n) each, new.
@@ -66,40 +71,103 @@ def low_rank_moments(
         return moments_of_one[0][0], moments_of_one[1][0], moments_of_one[2][0]
     # Coordinates of tall matrices come as the transposed result of a product.
     projected, rotation = projected.contiguous(), rotation.contiguous()
-    batch, rank, length = projected.shape
     scales = moment_scales(step, betas, error_feedback, written_beta1)
+    batch, rank, _ = projected.shape
     if rotation.shape != (batch, rank, rank) or M_prev.shape != projected.shape or V_prev.shape != projected.shape:
         raise ValueError(f"rotation and moments do not fit projected {tuple(projected.shape)}; check the states")
     addresses([projected, rotation, M_prev, V_prev])
-    moments = torch.empty(3, batch, rank, length, dtype=torch.float32, device=projected.device)
-    beta1, beta2 = betas
+    moments = torch.empty(3, *projected.shape, dtype=torch.float32, device=projected.device)
+    stacks = [stack.unbind() for stack in (M_prev, V_prev, moments[0], moments[1])]
+    results = (moments[2], moments[2])
+    _launch(stacks, projected, rotation, results, step, scales, betas, eps, precision, _TILE)
+    return moments[0], moments[1], moments[2]
+
+
+def advance_moments_(
+    projected: Tensor,
+    rotation: Tensor,
+    firsts: Sequence[Tensor],
+    seconds: Sequence[Tensor],
+    *,
+    step: int,
+    betas: tuple[float, float],
+    eps: float,
+    error_feedback: bool,
+    precision: str = "ieee",
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Do :func:`rankwise.ldadam.rule.low_rank_moments` in place, from the second step on.
+
+    Args:
+        projected: ``U^T C`` (b, r, n), contiguous; with "ieee" it becomes the direction.
+        rotation: ``R`` (b, r, r), contiguous.
+        firsts: First moments (r, n), changed in place.
+        seconds: Second moments (r, n), changed in place.
+        step: Number of steps with this one, above 1.
+        betas: Decays of the two moments.
+        eps: Number added to the root.
+        error_feedback: Whether ``projected`` comes from ``C = G + F``.
+        precision: Precision of the products.
+
+    Returns:
+        Directions and first moments; with "bf16x3" their halves (2, r, n), which one allocation has.
+
+    Raises:
+        ValueError: The rank is above :data:`MAX_RANK`, or a moment is not contiguous fp32.
+    """
+    rank, device = projected.shape[1], projected.device
+    if rank > MAX_RANK or step < 2:
+        raise ValueError(f"moments of at most {MAX_RANK} rows advance in place, from step 2; got {rank} and {step}")
+    rows = max(_LEAST, 1 << (rank - 1).bit_length())
+    tile = rows, max(_LEAST, min(64, _ELEMENTS // rows))
+    scales = moment_scales(step, betas, error_feedback, None)
+    halved = precision != "ieee"
+    results = tuple(empty_halves([projected.shape] * 2, device)) if halved else (projected, projected)
+    stacks = (firsts, seconds, firsts, seconds)
+    _launch(stacks, projected, rotation, results, step, scales, betas, eps, precision, tile)
+    return (results[0].unbind(1), results[1].unbind(1)) if halved else (projected.unbind(), firsts)
+
+
+def _launch(
+    moments: Sequence[Sequence[Tensor]],
+    projected: Tensor,
+    rotation: Tensor,
+    results: tuple[Tensor, ...],
+    step: Step,
+    scales: MomentScales,
+    betas: tuple[float, float],
+    eps: float,
+    precision: str,
+    tile: tuple[int, int],
+) -> None:
+    batch, rank, length = projected.shape
+    places = tuple(chain.from_iterable(zip(*map(addresses, moments), strict=True)))
     counted = isinstance(step, Tensor)
     launch(
         _moments_kernel,
-        (ceil_div(length, BLOCK_COLUMNS), ceil_div(rank, BLOCK_ROWS), batch),
+        (ceil_div(length, tile[1]), ceil_div(rank, tile[0]), batch),
         projected.device,
+        table_here(places, projected.device),
         projected,
         rotation,
-        M_prev,
-        V_prev,
-        *moments,
+        *results,
+        results[0].stride(0),
         rank,
         length,
-        float(beta1),
-        1.0 - beta1,
-        float(beta2),
-        1.0 - beta2,
+        float(betas[0]),
+        1.0 - betas[0],
+        float(betas[1]),
+        1.0 - betas[1],
         *_kernel_scales(scales, batch),
         float(eps),
         FIRST=not counted and step == 1,
         STEPS_ON_DEVICE=counted,
+        HALVED=results[0].dim() == 4,
         PRECISION=precision,
-        ROWS=BLOCK_ROWS,
-        COLUMNS=BLOCK_COLUMNS,
-        DEPTH=BLOCK_DEPTH,
-        num_warps=WARPS,
+        ROWS=tile[0],
+        COLUMNS=tile[1],
+        DEPTH=_DEPTH if tile[0] <= 256 else _DEPTH // 2,  # what a program reads at once lies in registers, too
+        num_warps=16 if tile[0] > 256 else 8,
     )
-    return moments[0], moments[1], moments[2]
 
 
 def _kernel_scales(scales: MomentScales, batch: int) -> list[Scalar]:
@@ -114,13 +182,12 @@ def _kernel_scales(scales: MomentScales, batch: int) -> list[Scalar]:
 
 @jit
 def _moments_kernel(
+    table: tl.tensor,
     projected: tl.tensor,
     rotation: tl.tensor,
-    old_first: tl.tensor,
-    old_second: tl.tensor,
-    new_first: tl.tensor,
-    new_second: tl.tensor,
     direction: tl.tensor,
+    kept: tl.tensor,
+    low: tl.tensor,
     rank: tl.tensor,
     length: tl.tensor,
     beta1: tl.tensor,
@@ -136,45 +203,61 @@ def _moments_kernel(
     eps: tl.tensor,
     FIRST: tl.constexpr,
     STEPS_ON_DEVICE: tl.constexpr,
+    HALVED: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ) -> None:
-    batch = tl.program_id(2).to(tl.int64)
-    rows = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    entry = tl.program_id(2).to(tl.int64)
+    old_first = tl.load(table + 4 * entry).to(tl.pointer_type(tl.float32))
+    old_second = tl.load(table + 4 * entry + 1).to(tl.pointer_type(tl.float32))
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (rows[:, None] < rank) & (columns[None, :] < length)
-    place = (batch * rank + rows[:, None]) * length + columns[None, :]
-    gradient = tl.load(projected + place, mask=inside, other=0.0)
-    first = share1 * gradient
-    second = share2 * gradient * gradient
+    place = rows[:, None] * length + columns[None, :]
+    start = entry * rank * length
+    rotated = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
+    spread = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
+    carried = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
     if not FIRST:
-        scale1 = number_of(unbias1, batch, STEPS_ON_DEVICE)
-        scale2 = number_of(unbias2, batch, STEPS_ON_DEVICE)
-        rotated = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
-        spread = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
-        for start in range(0, rank, DEPTH):
-            along = start + tl.arange(0, DEPTH)
+        scale1 = number_of(unbias1, entry, STEPS_ON_DEVICE)
+        scale2 = number_of(unbias2, entry, STEPS_ON_DEVICE)
+        for first_row in range(0, rank, DEPTH):
+            along = first_row + tl.arange(0, DEPTH)
             turn = tl.load(
-                rotation + (batch * rank + rows[:, None]) * rank + along[None, :],
+                rotation + entry * rank * rank + (rows[:, None] * rank + along[None, :]),
                 mask=(rows[:, None] < rank) & (along[None, :] < rank),
                 other=0.0,
             )
-            old = (batch * rank + along[:, None]) * length + columns[None, :]
+            old = along[:, None] * length + columns[None, :]
             present = (along[:, None] < rank) & (columns[None, :] < length)
             moment = tl.load(old_first + old, mask=present, other=0.0)
             square = tl.load(old_second + old, mask=present, other=0.0)
             mean = moment * scale1
-            rotated = tl.dot(turn, moment, rotated, input_precision=PRECISION)
-            spread = tl.dot(turn * turn, square * scale2 - mean * mean, spread, input_precision=PRECISION)
+            rotated = multiply(turn, moment, rotated, PRECISION)
+            spread = multiply(turn * turn, square * scale2 - mean * mean, spread, PRECISION)
         mean = rotated * scale1
-        carried = number_of(bias2, batch, STEPS_ON_DEVICE) * tl.abs(spread + mean * mean)
-        gradient -= number_of(momentum_share, batch, STEPS_ON_DEVICE) * rotated
-        first = beta1 * rotated + share1 * gradient
-        second = beta2 * carried + share2 * gradient * gradient
+        carried = number_of(bias2, entry, STEPS_ON_DEVICE) * tl.abs(spread + mean * mean)
+        # Where moments advance in place, every thread has read before any thread writes.
+        tl.debug_barrier()
+    gradient = tl.load(projected + start + place, mask=inside, other=0.0)
+    if not FIRST:
+        gradient -= number_of(momentum_share, entry, STEPS_ON_DEVICE) * rotated
+    first = beta1 * rotated + share1 * gradient
+    second = beta2 * carried + share2 * gradient * gradient
+    new_first = tl.load(table + 4 * entry + 2).to(tl.pointer_type(tl.float32))
+    new_second = tl.load(table + 4 * entry + 3).to(tl.pointer_type(tl.float32))
     tl.store(new_first + place, first, mask=inside)
     tl.store(new_second + place, second, mask=inside)
-    ahead = first * number_of(step_scale, batch, STEPS_ON_DEVICE)
-    step = tl.div_rn(ahead, tl.sqrt_rn(second * number_of(root_scale, batch, STEPS_ON_DEVICE)) + eps)
-    tl.store(direction + place, step, mask=inside)
+    ahead = first * number_of(step_scale, entry, STEPS_ON_DEVICE)
+    step = tl.div_rn(ahead, tl.sqrt_rn(second * number_of(root_scale, entry, STEPS_ON_DEVICE)) + eps)
+    if HALVED:
+        high, rest = split(step)
+        tl.store(direction + start + place, high, mask=inside)
+        tl.store(direction + low + start + place, rest, mask=inside)
+        high, rest = split(first)
+        tl.store(kept + start + place, high, mask=inside)
+        tl.store(kept + low + start + place, rest, mask=inside)
+    else:
+        tl.store(direction + start + place, step, mask=inside)

@@ -1,10 +1,8 @@
 r"""LDAdam steps shards by ``W -= lr U D`` and ``F = C - U Z``.
 
 Bytes (fp32) per element of a shard: weight 4 read and 4 written, and with error feedback 4 read and 4 (bfloat16
-buffer: 2) written; neither product of factors is ever in memory.
-
-Products are in full fp32, because the error buffer is a difference of them. On an H200, tensor cores, which would
-multiply in parts, are slower in tiles that leave room for all that is read and written beside the products.
+buffer: 2) written; neither product of factors is ever in memory. The error buffer, a difference of a float32 number and
+one of these products, is as exact as ``Z``: what halves leave out of the product is 2 to 5e-7 of the buffer.
 """
 
 from __future__ import annotations
@@ -23,18 +21,22 @@ from rankwise.kernels.triton.language import ceil_div, device_scalar, jit, launc
 from rankwise.kernels.triton.segments import addresses, tiles_of
 from rankwise.kernels.triton.steps import number
 from rankwise.kernels.triton.tables import table_here
+from rankwise.ldadam.cuda.halves import in_halves, multiply_at
 from rankwise.updates.adamw import Scalar
 
 __all__ = ["Factors", "low_rank_step_"]
 
 # Rows, columns and summed-over entries of a tile.
-BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 64, 64, 16
+BLOCK_ROWS, BLOCK_COLUMNS = 64, 64
+_DEPTHS = {"ieee": 16, "bf16x3": 32}
 _STAGES = 2
 _ERROR_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 class Factors(NamedTuple):
-    """What the owner of a matrix returns for one shard, contiguous fp32; m <= n are the sides of the matrix.
+    """What the owner of a matrix returns for one shard, contiguous fp32 or halves; m <= n are the sides of the matrix.
+
+    Halves are (2, ...) of the shapes below, and of all shards of a launch as far apart, for each kind of factor.
 
     Attributes:
         start: Flat index of the shard's first element in its (rows, cols) parameter.
@@ -48,6 +50,11 @@ class Factors(NamedTuple):
     direction: Tensor
     kept: Tensor | None
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that there are."""
+        return [self.basis, self.direction] if self.kept is None else [self.basis, self.direction, self.kept]
+
 
 def low_rank_step_(
     params: Sequence[Tensor],
@@ -59,6 +66,7 @@ def low_rank_step_(
     right: bool,
     lr: Scalar,
     weight_decay: float,
+    precision: str = "ieee",
 ) -> None:
     r"""Set ``W := (1 - lr wd) W - lr U D`` and ``F := C - U Z`` on shards of matrices of one shape.
 
@@ -71,6 +79,7 @@ def low_rank_step_(
         right: Whether the parameters are tall, and projected from the right: the products enter transposed.
         lr: Learning rate, a float or a 0-d tensor.
         weight_decay: Decoupled decay rate; 0 where weights have decayed already.
+        precision: "bf16x3", which takes halves and splits what is none, or, of fp32 factors alone, "ieee".
 
     Raises:
         ValueError: A tensor is of another kind, or the lists do not fit together.
@@ -81,7 +90,12 @@ def low_rank_step_(
     if (errors is None) != (sources is None) or feedback != all(part.kept is not None for part in factors):
         raise ValueError("error feedback needs sources, errors and every shard's kept factor; pass all or none")
     device = params[0].device
-    rank, long = factors[0].direction.shape
+    rank, long = factors[0].direction.shape[-2:]
+    halved = precision != "ieee"
+    if halved and factors[0].basis.dtype == torch.float32:
+        halves = iter(in_halves([tensor for part in factors for tensor in part.tensors]))
+        factors = [Factors(part.start, *(next(halves) if x is not None else None for x in part[1:])) for part in factors]
+    lows = [tensor.stride(0) if halved else 0 for tensor in factors[0].tensors]
     error_dtype = errors[0].dtype if errors else torch.float32
     rows = _shard_rows(params, factors, sources, errors, error_dtype)
     table = table_here(tuple(chain.from_iterable(rows)), device)
@@ -99,6 +113,8 @@ def low_rank_step_(
         float(weight_decay),
         cols,
         rank,
+        *lows,
+        *([0] * (3 - len(lows))),
         # These are strides of the factor with the parameter's rows, and of the factor with its columns.
         *((1, long, 1, rank) if right else (rank, 1, long, 1)),
         RIGHT=right,
@@ -106,9 +122,10 @@ def low_rank_step_(
         LR_ON_DEVICE=isinstance(lr, Tensor),
         ERROR=_ERROR_TYPES[error_dtype],
         ALIGNED=aligned,
+        PRECISION=precision,
         ROWS=BLOCK_ROWS,
         COLUMNS=BLOCK_COLUMNS,
-        DEPTH=BLOCK_DEPTH,
+        DEPTH=_DEPTHS[precision],
         # Without alignment, addresses of single elements take registers.
         num_warps=4 if aligned else 8,
         num_stages=_STAGES,
@@ -133,14 +150,19 @@ def _shard_rows(
     shapes = {(part.basis.shape, part.direction.shape) for part in factors}
     if len(shapes) != 1 or any(part.kept is not None and part.kept.shape != part.direction.shape for part in factors):
         raise ValueError("the factors of one launch must have the same shapes; call once per shape")
+
+    def places(tensors: Sequence[Tensor]) -> list[int]:
+        halved = tensors[0].dtype == torch.bfloat16
+        return addresses([half[0] for half in tensors], torch.bfloat16) if halved else addresses(tensors)
+
     kept = [part.kept for part in factors if part.kept is not None]
     columns = (
         addresses(params),
         none if sources is None else addresses(sources),
         none if errors is None else addresses(errors, error_dtype),
-        addresses([part.basis for part in factors]),
-        addresses([part.direction for part in factors]),
-        addresses(kept) if kept else none,
+        places([part.basis for part in factors]),
+        places([part.direction for part in factors]),
+        places(kept) if kept else none,
         lengths,
         [part.start for part in factors],
     )
@@ -155,6 +177,9 @@ def _step_kernel(
     weight_decay: tl.tensor,
     cols: tl.tensor,
     rank: tl.tensor,
+    basis_low: tl.tensor,
+    ahead_low: tl.tensor,
+    kept_low: tl.tensor,
     left_row: tl.tensor,
     left_rank: tl.tensor,
     right_rank: tl.tensor,
@@ -164,6 +189,7 @@ def _step_kernel(
     LR_ON_DEVICE: tl.constexpr,
     ERROR: tl.constexpr,
     ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -175,9 +201,11 @@ def _step_kernel(
     weights = tl.load(row).to(tl.pointer_type(tl.float32))
     sources = tl.load(row + 1).to(tl.pointer_type(tl.float32))
     errors = tl.load(row + 2).to(tl.pointer_type(ERROR))
-    basis = tl.load(row + 3).to(tl.pointer_type(tl.float32))
-    ahead = tl.load(row + 4).to(tl.pointer_type(tl.float32))
-    kept = tl.load(row + 5).to(tl.pointer_type(tl.float32))
+    HALVED: tl.constexpr = PRECISION != "ieee"
+    ELEMENT: tl.constexpr = tl.bfloat16 if HALVED else tl.float32
+    basis = tl.load(row + 3).to(tl.pointer_type(ELEMENT))
+    ahead = tl.load(row + 4).to(tl.pointer_type(ELEMENT))
+    kept = tl.load(row + 5).to(tl.pointer_type(ELEMENT))
     if ALIGNED:
         length, start = tl.multiple_of(length, 16), tl.multiple_of(start, 16)
         weights, sources, errors = tl.multiple_of(weights, 16), tl.multiple_of(sources, 16), tl.multiple_of(errors, 16)
@@ -190,22 +218,34 @@ def _step_kernel(
     existing = (rows * cols + cols > start) & (rows * cols < start + length)
     moved = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
     lost = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
+    # Inside a factor offsets have 32 bits.
+    factor_rows = rows.to(tl.int32)
+    one = tl.full((1, 1), 1.0, tl.float32)
     for first in range(0, rank, DEPTH):
         along = first + tl.arange(0, DEPTH)
-        lefts = rows[:, None] * left_row + along[None, :] * left_rank
+        lefts = factor_rows[:, None] * left_row + along[None, :] * left_rank
         rights = along[:, None] * right_rank + columns[None, :] * right_column
         in_left = existing[:, None] & (along[None, :] < rank)
         in_right = (along[:, None] < rank) & (columns[None, :] < cols)
+        # The compiler reads a tile of the basis once for both products.
         if RIGHT:
-            shared = tl.load(basis + rights, mask=in_right, other=0.0)
-            moved = tl.dot(tl.load(ahead + lefts, mask=in_left, other=0.0), shared, moved, input_precision="ieee")
+            at_basis, in_basis = basis + rights, in_right
+            moved = multiply_at(
+                ahead + lefts, ahead_low, in_left, one, at_basis, basis_low, in_basis, one, moved, HALVED, HALVED, PRECISION
+            )
             if FEEDBACK:
-                lost = tl.dot(tl.load(kept + lefts, mask=in_left, other=0.0), shared, lost, input_precision="ieee")
+                lost = multiply_at(
+                    kept + lefts, kept_low, in_left, one, at_basis, basis_low, in_basis, one, lost, HALVED, HALVED, PRECISION
+                )
         else:
-            shared = tl.load(basis + lefts, mask=in_left, other=0.0)
-            moved = tl.dot(shared, tl.load(ahead + rights, mask=in_right, other=0.0), moved, input_precision="ieee")
+            at_basis, in_basis = basis + lefts, in_left
+            moved = multiply_at(
+                at_basis, basis_low, in_basis, one, ahead + rights, ahead_low, in_right, one, moved, HALVED, HALVED, PRECISION
+            )
             if FEEDBACK:
-                lost = tl.dot(shared, tl.load(kept + rights, mask=in_right, other=0.0), lost, input_precision="ieee")
+                lost = multiply_at(
+                    at_basis, basis_low, in_basis, one, kept + rights, kept_low, in_right, one, lost, HALVED, HALVED, PRECISION
+                )
     rate = number(lr, LR_ON_DEVICE)
     weight = tl.load(weights + at, mask=inside, other=0.0)
     if FEEDBACK:
