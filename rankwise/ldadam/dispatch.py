@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -29,11 +28,11 @@ def shards_step_for(device: torch.device, dtype: torch.dtype) -> Callable[..., N
     Returns:
         As :func:`rankwise.ldadam.cuda.low_rank_step.low_rank_step_`.
     """
-    if kernels_for(device, dtype) is not triton:
+    if not _multiplies_halves(device, dtype):
         return None
     from rankwise.ldadam.cuda.low_rank_step import low_rank_step_
 
-    return partial(low_rank_step_, precision=_precision(device))
+    return low_rank_step_
 
 
 def moments_for(device: torch.device, dtype: torch.dtype) -> Moments:
@@ -43,11 +42,11 @@ def moments_for(device: torch.device, dtype: torch.dtype) -> Moments:
         device: Device of the tensors.
         dtype: Type of the tensors.
     """
-    if kernels_for(device, dtype) is not triton:
+    if not _multiplies_halves(device, dtype):
         return rule.low_rank_moments
     from rankwise.ldadam.cuda.low_rank_moments import low_rank_moments
 
-    return partial(low_rank_moments, precision=_precision(device))
+    return low_rank_moments
 
 
 def steps_in_place_for(device: torch.device, dtype: torch.dtype) -> StepsInPlace | None:
@@ -57,11 +56,11 @@ def steps_in_place_for(device: torch.device, dtype: torch.dtype) -> StepsInPlace
         device: Device of the tensors.
         dtype: Type of the tensors.
     """
-    if kernels_for(device, dtype) is not triton:
+    if not _multiplies_halves(device, dtype):
         return None
     from rankwise.ldadam.cuda.grouped_matrices import ldadam_matrices_, takes_matrices
 
-    return StepsInPlace(takes_matrices, partial(ldadam_matrices_, precision=_precision(device)))
+    return StepsInPlace(takes_matrices, ldadam_matrices_)
 
 
 def computes_stacks(device: torch.device, dtype: torch.dtype) -> bool:
@@ -74,6 +73,6 @@ def computes_stacks(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type != "cpu" or kernels_for(device, dtype) is triton
 
 
-def _precision(device: torch.device) -> str:
-    """How float32 is multiplied: in halves where bfloat16 is fast, and in Triton's interpreter, which shows it."""
-    return "bf16x3" if device.type == "cpu" or multiplies_bfloat16(device) else "ieee"
+def _multiplies_halves(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether Triton's kernels run, on a device that multiplies bfloat16 or in the interpreter, which shows it."""
+    return kernels_for(device, dtype) is triton and (device.type == "cpu" or multiplies_bfloat16(device))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rankwise.comm.owner_plan import MatrixTask
 from rankwise.ldadam.sliced_formulas import Cut, exchanged

@@ -252,7 +252,7 @@ def test_low_rank() -> None:
         return [param.clone(), error.clone()]
 
     products = [basis.cpu().double() @ found[index][0].double() for index in (2, 0)]
-    assert_runs_close(twice(step), [-product.reshape(-1) for product in products], 1e-5)
+    assert_runs_close(twice(step), [-product.reshape(-1) for product in products], 3e-5)
 
 
 KINDS: list[tuple[Any, dict[str, Any]]] = [

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankwise.kernels.lists import add_, copy_
+from rankwise.kernels.lists import copy_
 from rankwise.ldadam.cuda.grouped_products import Operand, grouped_product_, keep_, operand_of, places_of
 from rankwise.ldadam.cuda.halves import empty_halves, in_halves, write_halves_
 from rankwise.ldadam.cuda.low_rank_moments import MAX_RANK, advance_moments_
@@ -46,14 +46,13 @@ def takes_matrices(rank: int, *tensors: Tensor, error: Tensor | None = None) -> 
     return True
 
 
-def ldadam_matrices_(jobs: Sequence[LowRankStep], precision: str) -> InPlace:
+def ldadam_matrices_(jobs: Sequence[LowRankStep]) -> InPlace:
     """Step matrices.
 
     Args:
         jobs: Matrices whose tensors :func:`takes_matrices` accepts.
-        precision: Precision of the products, in :func:`rankwise.ldadam.cuda.grouped_products.grouped_product_`'s words.
     """
-    rotations_and_kept = [_step_together(families, precision) for families in _calls(jobs)]
+    rotations_and_kept = [_step_together(families) for families in _calls(jobs)]
     rotation, kept = (torch.stack(list(values)).sum() for values in zip(*rotations_and_kept, strict=True))
     return InPlace([], rotation, kept)
 
@@ -111,14 +110,13 @@ class _Family:
         self.feedback: bool = group["error_feedback"]
         weights = basis_weights(self.step, group["betas"][0], group["rho"], self.feedback)
         self.weights = float(weights[0]), float(weights[1])
-        self.read([job.source for job in jobs], [job.state["basis"] for job in jobs])
-        self.momentum = operand_of([job.state["exp_avg"] for job in jobs], (self.long, 1))
 
-    def read(self, matrices: Sequence[Tensor], bases: Sequence[Tensor]) -> None:
-        """Read operands where these tensors lie, float32 or halves, which live as long as this object."""
-        self._read = matrices, bases
+    def read(self, matrices: Sequence[Tensor], bases: Sequence[Tensor], momenta: Sequence[Tensor]) -> None:
+        """Read operands in these halves, which live as long as this object."""
+        self._read = matrices, bases, momenta
         self.matrix = operand_of(matrices, (1, self.short) if self.jobs[0].right else (self.long, 1))
         self.basis = operand_of(bases, (self.rank, 1))
+        self.momentum = operand_of(momenta, (self.long, 1))
 
     def empty(self, *shape: int) -> Tensor:
         """Return an empty stack with a small matrix for each job."""
@@ -126,56 +124,56 @@ class _Family:
 
 
 def _rows(stack: Tensor) -> Operand:
-    """Return the entries of a stack, or of its halves, which a solver may have stored by columns, as an operand."""
-    high = stack[0] if stack.dim() == 4 else stack
-    return Operand(places_of(high), (high.stride(-2), high.stride(-1)), stack.stride(0) if stack.dim() == 4 else 0)
+    """Return the entries of a stack, or of its halves, as an operand."""
+    if stack.dim() == 3:
+        return Operand(places_of(stack), (stack.stride(-2), stack.stride(-1)))
+    return Operand(places_of(stack[0]), (stack.stride(-2), stack.stride(-1)), stack.stride(0))
 
 
-def _step_together(families: Sequence[_Family], precision: str) -> tuple[Tensor, Tensor]:
+def _step_together(families: Sequence[_Family]) -> tuple[Tensor, Tensor]:
     """Step families of one rank, and return the sum of their bases' rotations and how many bases stay as they were."""
     count = 0
     for family in families:
         family.place = slice(count, count + len(family.jobs))
         count += len(family.jobs)
     rank, device = families[0].rank, families[0].jobs[0].weight.device
-    _form(families, precision)
+    _form(families)
     grams = torch.empty(count, rank, rank, dtype=torch.float32, device=device)
-    coordinates = [_coordinates(family, precision) for family in families]
-    inverse, failed = _scaled_inverse(families, coordinates, grams, _rows, -1, precision)
-    images = [_image(family, inverse, x, precision) for family, x in zip(families, coordinates, strict=True)]
+    coordinates, inverse, failed = _factored(families, [_coordinates(family) for family in families], grams, -1)
+    images = [_image(family, inverse, x) for family, x in zip(families, coordinates, strict=True)]
     del coordinates
-    inverse, failed_image = _scaled_inverse(families, images, grams, lambda y: _rows(y).turned, -2, precision)
-    bases = [_solved(family, inverse, y, precision) for family, y in zip(families, images, strict=True)]
+    images, inverse, failed_image = _factored(families, images, grams, -2)
+    bases = []
     # The second pass makes the columns orthonormal to what float32 has.
-    for family, candidate in zip(families, bases, strict=True):
-        grouped_product_(grams[family.place], _rows(candidate).turned, _rows(candidate), family.short)
+    for family, y in zip(families, images, strict=True):
+        basis = family.empty(family.short, rank)
+        grouped_product_(basis, _rows(y), _rows(inverse[:, family.place]).turned, rank)
+        grouped_product_(grams[family.place], _rows(basis).turned, _rows(basis), family.short)
+        bases.append(basis)
     inverse, failed_again = _inverse(grams, MIN_SECOND_DIAGONAL)
     failed = failed | failed_image | failed_again
     rotations = grams  # The memory is used again, as nobody needs the products any more.
     for family, candidate in zip(families, bases, strict=True):
-        basis = _solved(family, inverse, candidate, "ieee")
-        _finish(family, basis, failed[family.place], rotations[family.place], precision)
+        basis = torch.empty_like(candidate)
+        grouped_product_(basis, _rows(candidate), _rows(inverse[family.place]).turned, rank)
+        _finish(family, basis, failed[family.place], rotations[family.place])
     return count - rotations.square().sum() / rank, failed.sum()
 
 
-def _form(families: Sequence[_Family], precision: str) -> None:
-    """Add gradients to their sources, and halve these and the old bases."""
+def _form(families: Sequence[_Family]) -> None:
+    """Add gradients to their sources, and halve these and the old states."""
     jobs = [job for family in families for job in family.jobs]
-    ready, late = ([job for job in jobs if (job.gradient is None) == known] for known in (True, False))
-    gradients = [job.gradient for job in late if job.gradient is not None]
-    if precision == "ieee":
-        add_([job.source for job in late], gradients)
-        return
-    bases = in_halves([job.state["basis"] for job in jobs])
+    bases, momenta = (in_halves([job.state[name] for job in jobs]) for name in ("basis", "exp_avg"))
     matrices = empty_halves([job.source.shape for job in jobs], jobs[0].weight.device)
-    halves = {id(job): half for job, half in zip(jobs, matrices, strict=True)}
-    write_halves_([job.source for job in late], [halves[id(job)] for job in late], gradients)
-    write_halves_([job.source for job in ready], [halves[id(job)] for job in ready])
+    for late in (True, False):
+        some = [(job, half) for job, half in zip(jobs, matrices, strict=True) if (job.gradient is not None) == late]
+        gradients = [job.gradient for job, _ in some if job.gradient is not None]
+        write_halves_([job.source for job, _ in some], [half for _, half in some], gradients if late else None)
     for family in families:
-        family.read(matrices[family.place], bases[family.place])
+        family.read(matrices[family.place], bases[family.place], momenta[family.place])
 
 
-def _coordinates(family: _Family, precision: str) -> Tensor:
+def _coordinates(family: _Family) -> Tensor:
     """Return ``X^T = w_C U^T C + w_M M`` (b, r, n)."""
     coordinates = family.empty(family.rank, family.long)
     grouped_product_(
@@ -185,55 +183,34 @@ def _coordinates(family: _Family, precision: str) -> Tensor:
         family.short,
         alpha=family.weights[0],
         beta=family.weights[1],
-        added=family.momentum.places,
-        precision=precision,
+        added=tuple(job.state["exp_avg"].data_ptr() for job in family.jobs),
     )
     return coordinates
 
 
-def _image(family: _Family, inverse: Tensor, x: Tensor, precision: str) -> Tensor:
-    """Return ``Y = w_C C Q + w_M U (M Q)`` (b, m, r) for the orthonormal ``Q^T = L^-1 X^T``."""
-    small, image = family.empty(family.rank, family.rank), family.empty(family.short, family.rank)
-    if precision == "ieee":
-        across = torch.empty_like(x)
-    else:
-        (across,) = empty_halves([x.shape], x.device)
-    grouped_product_(across, _rows(inverse[family.place]), _rows(x), family.rank, precision=precision)
-    columns = _rows(across).turned
-    grouped_product_(small, family.momentum, columns, family.long, precision=precision)
-    grouped_product_(image, family.basis, _rows(small), family.rank, precision=precision)
-    grouped_product_(
-        image,
-        family.matrix,
-        columns,
-        family.long,
-        alpha=family.weights[0],
-        beta=family.weights[1],
-        added=places_of(image),
-        precision=precision,
-    )
-    return image
+def _factored(
+    families: Sequence[_Family], stacks: Sequence[Tensor], grams: Tensor, axis: int
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Return the halves of scaled columns, those of the inverses ``L^-1`` of their triangular factors, what failed.
 
+    A largest entry of one keeps squares in range and makes graded columns harmless, as in
+    :func:`rankwise.updates.orthonormal.cholesky_qr`.
 
-def _scaled_inverse(
-    families: Sequence[_Family], stacks: Sequence[Tensor], grams: Tensor, operand: Any, axis: int, precision: str
-) -> tuple[Tensor, Tensor]:
-    """Return inverses ``L^-1`` of the Cholesky factors of the Gram matrices, and which of them failed.
-
-    They are computed from scaled columns and scaled back. A largest entry of one keeps squares in range and makes
-    graded columns harmless, as in :func:`rankwise.updates.orthonormal.cholesky_qr`.
+    Args:
+        families: Families.
+        stacks: For each, (b, r, n) or (b, n, r), float32, scaled in place.
+        grams: (count, r, r), overwritten.
+        axis: The one along which a column lies, -1 or -2.
     """
-    peaks = torch.empty(grams.shape[:2], dtype=torch.float32, device=grams.device)
-    for family, stack in zip(families, stacks, strict=True):
-        torch.linalg.vector_norm(stack, ord=float("inf"), dim=axis, out=peaks[family.place])
-    scales = torch.where(peaks > 0, peaks, 1.0).reciprocal()
-    for family, stack in zip(families, stacks, strict=True):
-        left, depth = operand(stack), family.long if axis == -1 else family.short
-        grouped_product_(
-            grams[family.place], left, left.turned, depth, scales=scales[family.place], precision=precision
-        )
+    for stack in stacks:
+        peaks = torch.linalg.vector_norm(stack, ord=float("inf"), dim=axis, keepdim=True)
+        stack.div_(torch.where(peaks > 0, peaks, 1.0))
+    columns = in_halves(stacks)
+    for family, stack in zip(families, columns, strict=True):
+        across = _rows(stack) if axis == -1 else _rows(stack).turned
+        grouped_product_(grams[family.place], across, across.turned, stack.shape[axis])
     inverse, failed = _inverse(grams)
-    return inverse * scales.unsqueeze(-2), failed
+    return columns, in_halves([inverse])[0], failed
 
 
 def _inverse(grams: Tensor, min_diagonal: float = MIN_DIAGONAL) -> tuple[Tensor, Tensor]:
@@ -243,26 +220,39 @@ def _inverse(grams: Tensor, min_diagonal: float = MIN_DIAGONAL) -> tuple[Tensor,
     """
     lower, failed = triangular_factor(grams, min_diagonal)
     identity = torch.eye(grams.shape[-1], dtype=grams.dtype, device=grams.device)
-    return torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False), failed
+    return torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False).contiguous(), failed
 
 
-def _solved(family: _Family, inverse: Tensor, y: Tensor, precision: str) -> Tensor:
-    """Return ``Y L^-T`` (b, m, r)."""
-    columns = torch.empty_like(y)
-    grouped_product_(columns, _rows(y), _rows(inverse[family.place]).turned, family.rank, precision=precision)
-    return columns
+def _image(family: _Family, inverse: Tensor, x: Tensor) -> Tensor:
+    """Return ``Y = w_C C Q + w_M U (M Q)`` (b, m, r) for the orthonormal ``Q^T = L^-1 X^T``, of halves."""
+    small, image = family.empty(family.rank, family.rank), family.empty(family.short, family.rank)
+    (across,) = empty_halves([x.shape[1:]], x.device)
+    grouped_product_(across, _rows(inverse[:, family.place]), _rows(x), family.rank)
+    columns = _rows(across).turned
+    grouped_product_(small, family.momentum, columns, family.long)
+    (halves,) = in_halves([small])  # Operands are addresses, and keep nothing.
+    grouped_product_(image, family.basis, _rows(halves), family.rank)
+    grouped_product_(
+        image,
+        family.matrix,
+        columns,
+        family.long,
+        alpha=family.weights[0],
+        beta=family.weights[1],
+        added=places_of(image),
+    )
+    return image
 
 
-def _finish(family: _Family, basis: Tensor, failed: Tensor, rotation: Tensor, precision: str) -> None:
+def _finish(family: _Family, basis: Tensor, failed: Tensor, rotation: Tensor) -> None:
     """Update moments, states, weights and error buffers with the new basis (b, m, r)."""
     jobs, group = family.jobs, family.group
     states = [job.state["basis"] for job in jobs]
     keep_(basis, [state.data_ptr() for state in states], failed)
-    halves = None if precision == "ieee" else in_halves([basis])[0]
-    new = _rows(basis if halves is None else halves).turned
-    grouped_product_(rotation, new, family.basis, family.short, precision=precision)
+    (halves,) = in_halves([basis])
+    grouped_product_(rotation, _rows(halves).turned, family.basis, family.short)
     coordinates = family.empty(family.rank, family.long)
-    grouped_product_(coordinates, new, family.matrix, family.short, precision=precision)
+    grouped_product_(coordinates, _rows(halves).turned, family.matrix, family.short)
     directions, momenta = advance_moments_(
         coordinates,
         rotation,
@@ -272,19 +262,16 @@ def _finish(family: _Family, basis: Tensor, failed: Tensor, rotation: Tensor, pr
         betas=group["betas"],
         eps=group["eps"],
         error_feedback=family.feedback,
-        precision=precision,
     )
     copy_(states, list(basis.unbind()))
-    bases = basis.unbind() if halves is None else halves.unbind(1)
     kept = momenta if family.feedback else [None] * len(jobs)
     low_rank_step_(
         [job.weight for job in jobs],
-        [Factors(0, *parts) for parts in zip(bases, directions, kept, strict=True)],
+        [Factors(0, *parts) for parts in zip(halves.unbind(1), directions, kept, strict=True)],
         [job.source for job in jobs] if family.feedback else None,
         [job.source if job.error is None else job.error for job in jobs] if family.feedback else None,
         cols=jobs[0].shape[1],
         right=jobs[0].right,
         lr=group["lr"],
         weight_decay=0.0,  # weights have decayed already
-        precision=precision,
     )

@@ -1,8 +1,7 @@
 r"""One launch computes ``O = alpha A B + beta D`` for many matrices of one shape, wherever they lie.
 
 The operands are read once and the result is written once, if the caches keep what tiles read again. Sums are in fp32.
-With precision "bf16x3" tensor cores multiply halves (:mod:`.halves`), which operands have in memory or are split into
-on the way; with "ieee" float32 is multiplied as it is.
+Tensor cores multiply halves (:mod:`.halves`); fp32 is multiplied as it is.
 """
 
 from __future__ import annotations
@@ -20,11 +19,12 @@ from torch import Tensor
 from rankwise.kernels import graphs
 from rankwise.kernels.triton.language import ceil_div, jit, launch
 from rankwise.kernels.triton.tables import KEPT_TABLES, Table, table_here
-from rankwise.ldadam.cuda.halves import multiply_at, split
+from rankwise.ldadam.cuda.halves import multiply_halves, read_halves, split
 
 __all__ = ["Operand", "grouped_product_", "keep_", "operand_of", "places_of", "table_of_pairs"]
 
-_SIDES = {"ieee": (128, 64), "bf16x3": (128, 128)}
+_FLOAT32, _HALVES = (128, 64), (128, 128)
+"""Rows and columns of a tile."""
 _DEPTH, _LEAST = 32, 16
 _ENOUGH = 256  # With fewer programs than this, smaller tiles occupy more of the device.
 _BLOCK = 1024
@@ -85,29 +85,24 @@ def grouped_product_(
     alpha: float = 1.0,
     beta: float = 0.0,
     added: Sequence[int] | None = None,
-    scales: Tensor | None = None,
-    precision: str = "ieee",
 ) -> None:
     """Compute ``O = alpha A B + beta D`` for every pair.
 
     Args:
         out: ``O`` (pairs, rows, columns), contiguous fp32, or its halves (2, pairs, rows, columns); overwritten.
-        left: ``A``, (rows, depth) each.
-        right: ``B``, (depth, columns) each.
+        left: ``A``, (rows, depth) each, fp32 or halves.
+        right: ``B``, (depth, columns) each, of the kind of ``A``.
         depth: Length of the sums.
         alpha: Factor of the product.
         beta: Factor of ``D``.
         added: Addresses of ``D``, (rows, columns) each and contiguous fp32, as a range or a tuple; ``D`` may be ``O``.
             None: nothing is added.
-        scales: (pairs, rows), for products of fp32 with as many rows as columns: row i of ``A`` and column i of ``B``
-            are multiplied by entry i, before anything can overflow. None: nothing is scaled.
-        precision: "bf16x3", or, of fp32 alone, "ieee".
     """
     pairs, rows, columns = out.shape[-3:]
     halved = out.dim() == 4
     targets = places_of(out[0] if halved else out)
     table, aligned = _table((left.places, right.places, targets if added is None else added, targets), out.device)
-    most = _SIDES[precision]
+    most = _HALVES if left.low else _FLOAT32
     if pairs * ceil_div(rows, most[0]) * ceil_div(columns, most[1]) < _ENOUGH:
         most = most[0] // 2, 64
     tile = [
@@ -119,7 +114,6 @@ def grouped_product_(
         (ceil_div(columns, tile[1]), ceil_div(rows, tile[0]), pairs),
         out.device,
         table,
-        out if scales is None else scales,
         rows,
         columns,
         depth,
@@ -130,13 +124,10 @@ def grouped_product_(
         out.stride(0) if halved else 0,
         float(alpha),
         float(beta),
-        SCALED=scales is not None,
         ADDED=added is not None,
-        LEFT_HALVED=left.low > 0,
-        RIGHT_HALVED=right.low > 0,
+        HALVED=left.low > 0,
         OUT_HALVED=halved,
         ALIGNED=aligned,
-        PRECISION=precision,
         ROWS=tile[0],
         COLUMNS=tile[1],
         DEPTH=_DEPTH,
@@ -170,7 +161,6 @@ def _keep_kernel(table: tl.tensor, found: tl.tensor, failed: tl.tensor, numel: t
 @jit
 def _grouped_product_kernel(
     table: tl.tensor,
-    scales: tl.tensor,
     rows: tl.tensor,
     columns: tl.tensor,
     depth: tl.tensor,
@@ -183,20 +173,18 @@ def _grouped_product_kernel(
     out_low: tl.tensor,
     alpha: tl.tensor,
     beta: tl.tensor,
-    SCALED: tl.constexpr,
     ADDED: tl.constexpr,
-    LEFT_HALVED: tl.constexpr,
-    RIGHT_HALVED: tl.constexpr,
+    HALVED: tl.constexpr,
     OUT_HALVED: tl.constexpr,
     ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ) -> None:
     entry = tl.program_id(2).to(tl.int64)
-    left = tl.load(table + 4 * entry).to(tl.pointer_type(tl.bfloat16 if LEFT_HALVED else tl.float32))
-    right = tl.load(table + 4 * entry + 1).to(tl.pointer_type(tl.bfloat16 if RIGHT_HALVED else tl.float32))
+    ELEMENT: tl.constexpr = tl.bfloat16 if HALVED else tl.float32
+    left = tl.load(table + 4 * entry).to(tl.pointer_type(ELEMENT))
+    right = tl.load(table + 4 * entry + 1).to(tl.pointer_type(ELEMENT))
     added = tl.load(table + 4 * entry + 2).to(tl.pointer_type(tl.float32))
     out = tl.load(table + 4 * entry + 3).to(tl.pointer_type(tl.bfloat16 if OUT_HALVED else tl.float32))
     if ALIGNED:
@@ -207,11 +195,6 @@ def _grouped_product_kernel(
     # Inside a matrix offsets have 32 bits.
     at_rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     at_columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row_scale = tl.full((ROWS,), 1.0, tl.float32)
-    column_scale = tl.full((COLUMNS,), 1.0, tl.float32)
-    if SCALED:
-        row_scale = tl.load(scales + entry * rows + at_rows, mask=at_rows < rows, other=0.0)
-        column_scale = tl.load(scales + entry * rows + at_columns, mask=at_columns < columns, other=0.0)
     total = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
     for first in range(0, depth, DEPTH):
         along = first + tl.arange(0, DEPTH)
@@ -219,20 +202,14 @@ def _grouped_product_kernel(
         at_right = right + (along[:, None] * right_depth + at_columns[None, :] * right_column)
         in_left = (at_rows[:, None] < rows) & (along[None, :] < depth)
         in_right = (along[:, None] < depth) & (at_columns[None, :] < columns)
-        total = multiply_at(
-            at_left,
-            left_low,
-            in_left,
-            row_scale[:, None],
-            at_right,
-            right_low,
-            in_right,
-            column_scale[None, :],
-            total,
-            LEFT_HALVED,
-            RIGHT_HALVED,
-            PRECISION,
-        )
+        if HALVED:
+            a_high, a_low = read_halves(at_left, left_low, in_left)
+            b_high, b_low = read_halves(at_right, right_low, in_right)
+            total = multiply_halves(a_high, a_low, b_high, b_low, total)
+        else:
+            a = tl.load(at_left, mask=in_left, other=0.0)
+            b = tl.load(at_right, mask=in_right, other=0.0)
+            total = tl.dot(a, b, total, input_precision="ieee")
     place = at_rows[:, None] * columns + at_columns[None, :]
     inside = (at_rows[:, None] < rows) & (at_columns[None, :] < columns)
     result = alpha * total

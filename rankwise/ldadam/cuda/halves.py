@@ -17,7 +17,15 @@ from torch import Tensor
 from rankwise.kernels.triton.language import ceil_div, jit, launch
 from rankwise.kernels.triton.segments import Runs, lanes_of, moved, place_of, read, wide, write
 
-__all__ = ["empty_halves", "in_halves", "multiply", "multiply_at", "split", "write_halves_"]
+__all__ = [
+    "empty_halves",
+    "in_halves",
+    "multiply",
+    "multiply_halves",
+    "read_halves",
+    "split",
+    "write_halves_",
+]
 
 TILE = 2048
 _ALIGNED = 8  # elements of 16 bytes
@@ -55,9 +63,7 @@ def write_halves_(tensors: Sequence[Tensor], halves: Sequence[Tensor], added: Se
     types = [torch.float32] * len(fields) + [torch.bfloat16]
     runs = Runs([*fields, [half[0] for half in halves]], TILE, types=types)
     low = halves[0].stride(0)
-    launch(
-        _halves_kernel, (runs.count,), runs.device, runs.table, runs.tiles, low, ADDED=added is not None, BLOCK=TILE
-    )
+    launch(_halves_kernel, (runs.count,), runs.device, runs.table, runs.tiles, low, ADDED=added is not None, BLOCK=TILE)
 
 
 @jit
@@ -68,58 +74,27 @@ def split(x: tl.tensor) -> tl.tensor:
 
 
 @jit
-def multiply(a: tl.tensor, b: tl.tensor, total: tl.tensor, PRECISION: tl.constexpr) -> tl.tensor:
+def multiply(a: tl.tensor, b: tl.tensor, total: tl.tensor) -> tl.tensor:
     """Return ``total + A B`` of float32 tiles."""
-    if PRECISION == "ieee":
-        return tl.dot(a, b, total, input_precision="ieee")
-    else:
-        a_high, a_low = split(a)
-        b_high, b_low = split(b)
-        return _multiply_halves(a_high, a_low, b_high, b_low, total)
+    a_high, a_low = split(a)
+    b_high, b_low = split(b)
+    return multiply_halves(a_high, a_low, b_high, b_low, total)
 
 
 @jit
-def multiply_at(
-    left: tl.tensor,
-    left_low: tl.tensor,
-    in_left: tl.tensor,
-    left_scale: tl.tensor,
-    right: tl.tensor,
-    right_low: tl.tensor,
-    in_right: tl.tensor,
-    right_scale: tl.tensor,
-    total: tl.tensor,
-    LEFT_HALVED: tl.constexpr,
-    RIGHT_HALVED: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> tl.tensor:
-    """Return ``total + A B`` of tiles in memory, as halves so far behind, or float32 that scales multiply first."""
-    if PRECISION == "ieee":
-        a = tl.load(left, mask=in_left, other=0.0) * left_scale
-        b = tl.load(right, mask=in_right, other=0.0) * right_scale
-        return tl.dot(a, b, total, input_precision="ieee")
-    else:
-        a_high, a_low = _halves_at(left, left_low, in_left, left_scale, LEFT_HALVED)
-        b_high, b_low = _halves_at(right, right_low, in_right, right_scale, RIGHT_HALVED)
-        return _multiply_halves(a_high, a_low, b_high, b_low, total)
-
-
-@jit
-def _halves_at(place: tl.tensor, low: tl.tensor, inside: tl.tensor, scale: tl.tensor, HALVED: tl.constexpr) -> tl.tensor:
-    if HALVED:
-        return tl.load(place, mask=inside, other=0.0), tl.load(place + low, mask=inside, other=0.0)
-    else:
-        return split(tl.load(place, mask=inside, other=0.0) * scale)
-
-
-@jit
-def _multiply_halves(
+def multiply_halves(
     a_high: tl.tensor, a_low: tl.tensor, b_high: tl.tensor, b_low: tl.tensor, total: tl.tensor
 ) -> tl.tensor:
-    # The small products first.
+    """Return ``total + A B``, the small products first."""
     total = tl.dot(a_low, b_high, total)
     total = tl.dot(a_high, b_low, total)
     return tl.dot(a_high, b_high, total)
+
+
+@jit
+def read_halves(place: tl.tensor, low: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    """Return the halves of a tile in memory, the low one so many elements behind the high one."""
+    return tl.load(place, mask=inside, other=0.0), tl.load(place + low, mask=inside, other=0.0)
 
 
 @jit

@@ -40,8 +40,6 @@ def low_rank_moments(
     eps: float,
     error_feedback: bool,
     written_beta1: Scalar | None = None,
-    *,
-    precision: str = "ieee",
 ) -> tuple[Tensor, Tensor, Tensor]:
     r"""Compute what :func:`rankwise.ldadam.rule.low_rank_moments` does, in one launch.
 
@@ -55,7 +53,6 @@ def low_rank_moments(
         eps: Number added to the root.
         error_feedback: Whether ``projected`` comes from ``C = G + F``.
         written_beta1: The ``beta1`` that ``F`` was written with; None: the present one.
-        precision: Precision of the products: "ieee" or "bf16x3".
 
     Returns:
         ``M``, ``V`` and the direction ``D``, (b, r, n) each, new.
@@ -67,7 +64,7 @@ def low_rank_moments(
         one = (projected[None], rotation[None], M_prev[None], V_prev[None])
         step = step[None] if isinstance(step, Tensor) else step
         written_beta1 = written_beta1[None] if isinstance(written_beta1, Tensor) else written_beta1
-        moments_of_one = low_rank_moments(*one, step, betas, eps, error_feedback, written_beta1, precision=precision)
+        moments_of_one = low_rank_moments(*one, step, betas, eps, error_feedback, written_beta1)
         return moments_of_one[0][0], moments_of_one[1][0], moments_of_one[2][0]
     # Coordinates of tall matrices come as the transposed result of a product.
     projected, rotation = projected.contiguous(), rotation.contiguous()
@@ -79,7 +76,7 @@ def low_rank_moments(
     moments = torch.empty(3, *projected.shape, dtype=torch.float32, device=projected.device)
     stacks = [stack.unbind() for stack in (M_prev, V_prev, moments[0], moments[1])]
     results = (moments[2], moments[2])
-    _launch(stacks, projected, rotation, results, step, scales, betas, eps, precision, _TILE)
+    _launch(stacks, projected, rotation, results, step, scales, betas, eps, _TILE)
     return moments[0], moments[1], moments[2]
 
 
@@ -93,12 +90,11 @@ def advance_moments_(
     betas: tuple[float, float],
     eps: float,
     error_feedback: bool,
-    precision: str = "ieee",
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Do :func:`rankwise.ldadam.rule.low_rank_moments` in place, from the second step on.
 
     Args:
-        projected: ``U^T C`` (b, r, n), contiguous; with "ieee" it becomes the direction.
+        projected: ``U^T C`` (b, r, n), contiguous.
         rotation: ``R`` (b, r, r), contiguous.
         firsts: First moments (r, n), changed in place.
         seconds: Second moments (r, n), changed in place.
@@ -106,10 +102,9 @@ def advance_moments_(
         betas: Decays of the two moments.
         eps: Number added to the root.
         error_feedback: Whether ``projected`` comes from ``C = G + F``.
-        precision: Precision of the products.
 
     Returns:
-        Directions and first moments; with "bf16x3" their halves (2, r, n), which one allocation has.
+        Halves (2, r, n) of the directions and of the first moments.
 
     Raises:
         ValueError: The rank is above :data:`MAX_RANK`, or a moment is not contiguous fp32.
@@ -120,23 +115,20 @@ def advance_moments_(
     rows = max(_LEAST, 1 << (rank - 1).bit_length())
     tile = rows, max(_LEAST, min(64, _ELEMENTS // rows))
     scales = moment_scales(step, betas, error_feedback, None)
-    halved = precision != "ieee"
-    results = tuple(empty_halves([projected.shape] * 2, device)) if halved else (projected, projected)
-    stacks = (firsts, seconds, firsts, seconds)
-    _launch(stacks, projected, rotation, results, step, scales, betas, eps, precision, tile)
-    return (results[0].unbind(1), results[1].unbind(1)) if halved else (projected.unbind(), firsts)
+    results = empty_halves([projected.shape] * 2, device)
+    _launch((firsts, seconds, firsts, seconds), projected, rotation, results, step, scales, betas, eps, tile)
+    return results[0].unbind(1), results[1].unbind(1)
 
 
 def _launch(
     moments: Sequence[Sequence[Tensor]],
     projected: Tensor,
     rotation: Tensor,
-    results: tuple[Tensor, ...],
+    results: Sequence[Tensor],
     step: Step,
     scales: MomentScales,
     betas: tuple[float, float],
     eps: float,
-    precision: str,
     tile: tuple[int, int],
 ) -> None:
     batch, rank, length = projected.shape
@@ -162,7 +154,6 @@ def _launch(
         FIRST=not counted and step == 1,
         STEPS_ON_DEVICE=counted,
         HALVED=results[0].dim() == 4,
-        PRECISION=precision,
         ROWS=tile[0],
         COLUMNS=tile[1],
         DEPTH=_DEPTH if tile[0] <= 256 else _DEPTH // 2,  # what a program reads at once lies in registers, too
@@ -204,7 +195,6 @@ def _moments_kernel(
     FIRST: tl.constexpr,
     STEPS_ON_DEVICE: tl.constexpr,
     HALVED: tl.constexpr,
-    PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -235,8 +225,8 @@ def _moments_kernel(
             moment = tl.load(old_first + old, mask=present, other=0.0)
             square = tl.load(old_second + old, mask=present, other=0.0)
             mean = moment * scale1
-            rotated = multiply(turn, moment, rotated, PRECISION)
-            spread = multiply(turn * turn, square * scale2 - mean * mean, spread, PRECISION)
+            rotated = multiply(turn, moment, rotated)
+            spread = multiply(turn * turn, square * scale2 - mean * mean, spread)
         mean = rotated * scale1
         carried = number_of(bias2, entry, STEPS_ON_DEVICE) * tl.abs(spread + mean * mean)
         # Where moments advance in place, every thread has read before any thread writes.

@@ -21,14 +21,13 @@ from rankwise.kernels.triton.language import ceil_div, device_scalar, jit, launc
 from rankwise.kernels.triton.segments import addresses, tiles_of
 from rankwise.kernels.triton.steps import number
 from rankwise.kernels.triton.tables import table_here
-from rankwise.ldadam.cuda.halves import in_halves, multiply_at
+from rankwise.ldadam.cuda.halves import in_halves, multiply_halves, read_halves
 from rankwise.updates.adamw import Scalar
 
 __all__ = ["Factors", "low_rank_step_"]
 
-# Rows, columns and summed-over entries of a tile.
-BLOCK_ROWS, BLOCK_COLUMNS = 64, 64
-_DEPTHS = {"ieee": 16, "bf16x3": 32}
+BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 128, 64, 32
+"""Rows, columns and summed-over entries of a tile."""
 _STAGES = 2
 _ERROR_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
@@ -66,7 +65,6 @@ def low_rank_step_(
     right: bool,
     lr: Scalar,
     weight_decay: float,
-    precision: str = "ieee",
 ) -> None:
     r"""Set ``W := (1 - lr wd) W - lr U D`` and ``F := C - U Z`` on shards of matrices of one shape.
 
@@ -79,7 +77,6 @@ def low_rank_step_(
         right: Whether the parameters are tall, and projected from the right: the products enter transposed.
         lr: Learning rate, a float or a 0-d tensor.
         weight_decay: Decoupled decay rate; 0 where weights have decayed already.
-        precision: "bf16x3", which takes halves and splits what is none, or, of fp32 factors alone, "ieee".
 
     Raises:
         ValueError: A tensor is of another kind, or the lists do not fit together.
@@ -91,16 +88,22 @@ def low_rank_step_(
         raise ValueError("error feedback needs sources, errors and every shard's kept factor; pass all or none")
     device = params[0].device
     rank, long = factors[0].direction.shape[-2:]
-    halved = precision != "ieee"
-    if halved and factors[0].basis.dtype == torch.float32:
+    if factors[0].basis.dtype == torch.float32:
         halves = iter(in_halves([tensor for part in factors for tensor in part.tensors]))
-        factors = [Factors(part.start, *(next(halves) if x is not None else None for x in part[1:])) for part in factors]
-    lows = [tensor.stride(0) if halved else 0 for tensor in factors[0].tensors]
+        factors = [
+            Factors(part.start, *(next(halves) if x is not None else None for x in part[1:])) for part in factors
+        ]
+    lows = [tensor.stride(0) for tensor in factors[0].tensors]
     error_dtype = errors[0].dtype if errors else torch.float32
     rows = _shard_rows(params, factors, sources, errors, error_dtype)
     table = table_here(tuple(chain.from_iterable(rows)), device)
     aligned = reduce(or_, chain.from_iterable(rows), cols) % 16 == 0
     ends = [(part.start % cols + param.numel(), param.numel()) for part, param in zip(factors, params, strict=True)]
+    # Of whole matrices, whose factors are read along the rows many elements at a time.
+    even = all(
+        (part.start // cols | ceil_div(part.start + n, cols)) % 16 == 0
+        for part, (_, n) in zip(factors, ends, strict=True)
+    )
     touched = tuple(ceil_div(end, cols) if numel else 0 for end, numel in ends)
     tiles = tiles_of(touched, BLOCK_ROWS, device)
     launch(
@@ -122,12 +125,11 @@ def low_rank_step_(
         LR_ON_DEVICE=isinstance(lr, Tensor),
         ERROR=_ERROR_TYPES[error_dtype],
         ALIGNED=aligned,
-        PRECISION=precision,
+        EVEN=even,
         ROWS=BLOCK_ROWS,
         COLUMNS=BLOCK_COLUMNS,
-        DEPTH=_DEPTHS[precision],
-        # Without alignment, addresses of single elements take registers.
-        num_warps=4 if aligned else 8,
+        DEPTH=BLOCK_DEPTH,
+        num_warps=8,
         num_stages=_STAGES,
     )
 
@@ -152,8 +154,7 @@ def _shard_rows(
         raise ValueError("the factors of one launch must have the same shapes; call once per shape")
 
     def places(tensors: Sequence[Tensor]) -> list[int]:
-        halved = tensors[0].dtype == torch.bfloat16
-        return addresses([half[0] for half in tensors], torch.bfloat16) if halved else addresses(tensors)
+        return addresses([half[0] for half in tensors], torch.bfloat16)
 
     kept = [part.kept for part in factors if part.kept is not None]
     columns = (
@@ -189,7 +190,7 @@ def _step_kernel(
     LR_ON_DEVICE: tl.constexpr,
     ERROR: tl.constexpr,
     ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -201,51 +202,44 @@ def _step_kernel(
     weights = tl.load(row).to(tl.pointer_type(tl.float32))
     sources = tl.load(row + 1).to(tl.pointer_type(tl.float32))
     errors = tl.load(row + 2).to(tl.pointer_type(ERROR))
-    HALVED: tl.constexpr = PRECISION != "ieee"
-    ELEMENT: tl.constexpr = tl.bfloat16 if HALVED else tl.float32
-    basis = tl.load(row + 3).to(tl.pointer_type(ELEMENT))
-    ahead = tl.load(row + 4).to(tl.pointer_type(ELEMENT))
-    kept = tl.load(row + 5).to(tl.pointer_type(ELEMENT))
+    basis = tl.load(row + 3).to(tl.pointer_type(tl.bfloat16))
+    ahead = tl.load(row + 4).to(tl.pointer_type(tl.bfloat16))
+    kept = tl.load(row + 5).to(tl.pointer_type(tl.bfloat16))
     if ALIGNED:
         length, start = tl.multiple_of(length, 16), tl.multiple_of(start, 16)
         weights, sources, errors = tl.multiple_of(weights, 16), tl.multiple_of(sources, 16), tl.multiple_of(errors, 16)
         basis, ahead, kept = tl.multiple_of(basis, 16), tl.multiple_of(ahead, 16), tl.multiple_of(kept, 16)
-    rows = start // cols + tl.load(tiles + 2 * tile + 1) + tl.arange(0, ROWS)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    at = rows[:, None] * cols + columns[None, :] - start
-    inside = (columns[None, :] < cols) & (at >= 0) & (at < length)
+    first_row = (start // cols + tl.load(tiles + 2 * tile + 1)).to(tl.int32)
     # A tile may reach beyond the shard's rows, which need not exist in the matrix and are not read.
-    existing = (rows * cols + cols > start) & (rows * cols < start + length)
+    end_row = ((start + length + cols - 1) // cols).to(tl.int32)
+    if EVEN:
+        first_row, end_row = tl.multiple_of(first_row, 16), tl.multiple_of(end_row, 16)
+    rows = first_row + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    at = rows.to(tl.int64)[:, None] * cols + columns[None, :] - start
+    inside = (columns[None, :] < cols) & (at >= 0) & (at < length)
     moved = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
     lost = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
-    # Inside a factor offsets have 32 bits.
-    factor_rows = rows.to(tl.int32)
-    one = tl.full((1, 1), 1.0, tl.float32)
     for first in range(0, rank, DEPTH):
         along = first + tl.arange(0, DEPTH)
-        lefts = factor_rows[:, None] * left_row + along[None, :] * left_rank
+        lefts = rows[:, None] * left_row + along[None, :] * left_rank
         rights = along[:, None] * right_rank + columns[None, :] * right_column
-        in_left = existing[:, None] & (along[None, :] < rank)
+        in_left = (rows[:, None] < end_row) & (along[None, :] < rank)
         in_right = (along[:, None] < rank) & (columns[None, :] < cols)
-        # The compiler reads a tile of the basis once for both products.
         if RIGHT:
-            at_basis, in_basis = basis + rights, in_right
-            moved = multiply_at(
-                ahead + lefts, ahead_low, in_left, one, at_basis, basis_low, in_basis, one, moved, HALVED, HALVED, PRECISION
-            )
+            high, low = read_halves(basis + rights, basis_low, in_right)
+            a_high, a_low = read_halves(ahead + lefts, ahead_low, in_left)
+            moved = multiply_halves(a_high, a_low, high, low, moved)
             if FEEDBACK:
-                lost = multiply_at(
-                    kept + lefts, kept_low, in_left, one, at_basis, basis_low, in_basis, one, lost, HALVED, HALVED, PRECISION
-                )
+                a_high, a_low = read_halves(kept + lefts, kept_low, in_left)
+                lost = multiply_halves(a_high, a_low, high, low, lost)
         else:
-            at_basis, in_basis = basis + lefts, in_left
-            moved = multiply_at(
-                at_basis, basis_low, in_basis, one, ahead + rights, ahead_low, in_right, one, moved, HALVED, HALVED, PRECISION
-            )
+            high, low = read_halves(basis + lefts, basis_low, in_left)
+            b_high, b_low = read_halves(ahead + rights, ahead_low, in_right)
+            moved = multiply_halves(high, low, b_high, b_low, moved)
             if FEEDBACK:
-                lost = multiply_at(
-                    at_basis, basis_low, in_basis, one, kept + rights, kept_low, in_right, one, lost, HALVED, HALVED, PRECISION
-                )
+                b_high, b_low = read_halves(kept + rights, kept_low, in_right)
+                lost = multiply_halves(high, low, b_high, b_low, lost)
     rate = number(lr, LR_ON_DEVICE)
     weight = tl.load(weights + at, mask=inside, other=0.0)
     if FEEDBACK:
