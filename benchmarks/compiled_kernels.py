@@ -330,13 +330,6 @@ def preconditioning(dtype: torch.dtype, bias: bool, in_fp32: bool) -> None:
         together.preconditioned([found], dtype, True)
 
 
-def moments() -> None:
-    from rankwise.ldadam.cuda.low_rank_moments import low_rank_moments
-
-    for step in (1, 2, torch.tensor([2, 3])):
-        low_rank_moments(*torch.zeros(4, 2, 64, 64), step, (0.9, 0.99), 1e-8, True)
-
-
 def low_rank_step(right: bool, side: int = 8) -> None:
     from rankwise.ldadam.cuda.low_rank_step import Factors, low_rank_step_
 
@@ -413,7 +406,6 @@ CALLS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     (preconditioning, (torch.bfloat16, False, False)),
     (preconditioning, (torch.bfloat16, True, True)),
     (step_of_products, (torch.bfloat16,)),
-    (moments, ()),
     (low_rank_step, (False,)),
     (low_rank_step, (False, 16)),
     (low_rank_matrices, (256,)),

@@ -98,9 +98,9 @@ def _flops(name: str, grid: tuple[int, ...], table: Sequence[int], given: dict[s
         return Counter({kind: grid[2] * 2 * given["rows"] * given["columns"] * given["depth"]})
     if name == "_step_kernel":
         return Counter(bf16x3=sum(table[6::8]) * 2 * given["rank"] * (2 if given["FEEDBACK"] else 1))
-    if name == "_moments_kernel" and not given["FIRST"]:
+    if name == "_moments_kernel":
         # The rotated first and second moment.
-        return Counter(bf16x3=grid[2] * 4 * given["rank"] ** 2 * given["length"])
+        return Counter(bf16x3=len(table) // 2 * 4 * given["rank"] ** 2 * given["length"])
     return Counter()
 
 
@@ -153,8 +153,8 @@ def _of_runs(name: str, table: Sequence[int], given: dict[str, Any]) -> int:
         operands = (rows + columns) * depth
         return 4 * len(table) // 4 * (operands + rows * columns * (2 if given["ADDED"] else 1))
     if name == "_moments_kernel":
-        # Old and new moments; results and rotations are arguments, which count by themselves.
-        return 4 * len(table) * given["rank"] * given["length"]
+        # The moments, read and written; what is an argument counts by itself.
+        return 8 * len(table) * given["rank"] * given["length"]
     if name == "_halves_kernel":
         return (16 if given["ADDED"] else 8) * sum(table[2 + given["ADDED"] :: 3 + given["ADDED"]])
     if name in ("_measure_kernel", "_move_kernel"):

@@ -9,13 +9,9 @@ import torch
 from rankwise.kernels import triton
 from rankwise.kernels.dispatch import kernels_for
 from rankwise.kernels.product_types import multiplies_bfloat16
-from rankwise.ldadam import rule
 from rankwise.ldadam.in_place import StepsInPlace
 
-__all__ = ["Moments", "computes_stacks", "moments_for", "shards_step_for", "steps_in_place_for"]
-
-Moments = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""A form of :func:`rankwise.ldadam.rule.low_rank_moments`."""
+__all__ = ["computes_stacks", "shards_step_for", "steps_in_place_for"]
 
 
 def shards_step_for(device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
@@ -33,20 +29,6 @@ def shards_step_for(device: torch.device, dtype: torch.dtype) -> Callable[..., N
     from rankwise.ldadam.cuda.low_rank_step import low_rank_step_
 
     return low_rank_step_
-
-
-def moments_for(device: torch.device, dtype: torch.dtype) -> Moments:
-    """:func:`rankwise.ldadam.rule.low_rank_moments`, or its form in one launch.
-
-    Args:
-        device: Device of the tensors.
-        dtype: Type of the tensors.
-    """
-    if not _multiplies_halves(device, dtype):
-        return rule.low_rank_moments
-    from rankwise.ldadam.cuda.low_rank_moments import low_rank_moments
-
-    return low_rank_moments
 
 
 def steps_in_place_for(device: torch.device, dtype: torch.dtype) -> StepsInPlace | None:

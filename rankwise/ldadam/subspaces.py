@@ -14,10 +14,9 @@ from rankwise.kernels import graphs
 from rankwise.kernels.dispatch import is_for_cpus, kernels_for
 from rankwise.kernels.lists import copy_
 from rankwise.kernels.quantization import key_of
-from rankwise.ldadam.dispatch import moments_for
 from rankwise.ldadam.formulas import basis_weights, kept_factor, per_matrix, project, try_next_basis
 from rankwise.ldadam.in_place import InPlace, LowRankStep, StepsInPlace
-from rankwise.ldadam.rule import followed_basis
+from rankwise.ldadam.rule import followed_basis, low_rank_moments
 from rankwise.ldadam.signature import ELEMENTS_AT_ONCE, LowRankSignature
 from rankwise.ldadam.spec import SUBSPACE, LDAdamSpec
 from rankwise.states.element_states import StateTypes
@@ -328,8 +327,8 @@ def _in_new_basis(
     old_basis, M, V = old
     beta1, feedback = group["betas"][0], group["error_feedback"]
     projected, rotation = project(matrices, old_basis, basis)
-    moments = moments_for(matrices.device, matrices.dtype)
-    new_M, new_V, direction = moments(projected, rotation, M, V, step, group["betas"], group["eps"], feedback, written)
+    options = group["betas"], group["eps"], feedback, written
+    new_M, new_V, direction = low_rank_moments(projected, rotation, M, V, step, *options)
     factors = [direction]
     if feedback:
         if isinstance(written, Tensor):

@@ -327,34 +327,28 @@ def test_wrong_factors_are_refused(inverses: list[Tensor], options: dict[str, An
 # --- LDAdam ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [1, 2, 9])
-@pytest.mark.parametrize(("feedback", "written"), [(True, None), (True, 0.8), (False, None)])
-def test_low_rank_moments(step: int, feedback: bool, written: float | None) -> None:
-    from rankwise.ldadam.cuda.low_rank_moments import low_rank_moments
+@pytest.mark.parametrize("step", [2, 9])
+@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize(("rank", "variance"), [(35, 3.0), (4, 0.0)])
+def test_low_rank_moments(step: int, feedback: bool, rank: int, variance: float) -> None:
+    """Also with estimates of a variance below zero, which count by their size."""
+    from rankwise.ldadam.cuda.low_rank_moments import advance_moments_
 
-    batch, rank, length = 2, 35, 70
+    batch, length = 2, 70
     source = generator(step)
     projected, first = (torch.randn(batch, rank, length, generator=source) for _ in range(2))
     # Large enough for a positive variance: a difference of two nearly equal numbers would only show rounding.
-    second = first.square() * 3 + 0.1
+    second = first.square() * variance + (0.1 if variance else 0.0)
     rotation = torch.linalg.qr(torch.randn(batch, rank, rank, generator=source))[0].contiguous()
+    settings: dict[str, Any] = {"step": step, "betas": (0.9, 0.97), "eps": 1e-6, "error_feedback": feedback}
     inputs = (projected, rotation, first, second)
-    settings = (step, (0.9, 0.97), 1e-6, feedback, written)
-    found = low_rank_moments(*inputs, *settings)
-    wanted = ldadam.low_rank_moments(*(value.double() for value in inputs), *settings)
-    assert_runs_close(found, wanted, 1e-4)
-
-
-def test_a_negative_variance_counts_by_its_size() -> None:
-    from rankwise.ldadam.cuda.low_rank_moments import low_rank_moments
-
-    source = generator(20)
-    projected, first = torch.randn(2, 1, 4, 8, generator=source)
-    rotation = torch.linalg.qr(torch.randn(1, 4, 4, generator=source))[0].contiguous()
-    inputs = (projected, rotation, first, torch.zeros(1, 4, 8))
-    found = low_rank_moments(*inputs, 2, (0.9, 0.97), 1e-6, True)
-    wanted = ldadam.low_rank_moments(*(value.double() for value in inputs), 2, (0.9, 0.97), 1e-6, True)
-    assert_runs_close(found[:2], wanted[:2], 1e-5)
+    wanted = ldadam.low_rank_moments(*(value.double() for value in inputs), **settings)
+    directions, momenta = advance_moments_(projected, rotation, list(first), list(second), **settings)
+    assert_runs_close([first, second], wanted[:2], 1e-4)
+    both = [torch.stack([half.float().sum(0) for half in halves]) for halves in (directions, momenta)]
+    assert_runs_close(both[1:], [first], 2.0**-16)
+    if variance:
+        assert_runs_close(both[:1], wanted[2:], 1e-4)
 
 
 CUTS = (0, 17, 18, 18, 100, 1400, 2100)

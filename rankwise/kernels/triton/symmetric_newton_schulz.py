@@ -7,7 +7,7 @@ have more than 2^31 elements. From sm_90 on tiles are copied by descriptors (TMA
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rankwise.kernels.triton.chosen_products import chosen
 from rankwise.kernels.triton.language import ceil_div, jit, launch
-from rankwise.updates.polynomial_steps import Products, orthogonalise
-from rankwise.updates.polynomials import quintics
+from rankwise.updates import newton_schulz as linalg
+from rankwise.updates.polynomial_steps import Products
 
 __all__ = ["HALVED", "newton_schulz", "symmetric_polynomial", "symmetric_product", "symmetric_step"]
 
@@ -34,40 +34,17 @@ def newton_schulz(
     *,
     timed: bool = False,
 ) -> Tensor:
-    """Orthogonalise as :func:`rankwise.updates.newton_schulz.newton_schulz` does, with two of three products halved.
+    """Orthogonalise as :func:`rankwise.updates.newton_schulz.newton_schulz` does, symmetric products being halved.
 
-    Args:
-        matrix: (..., m, n).
-        steps: Iterations, at least 1.
-        dtype: Type of the products, which are accumulated in float32; None: the type of ``matrix``.
-        eps: Number added to the norm.
-        coefficients: Name of the polynomials.
-        timed: Whether the products may be timed, as :func:`.chosen_products.chosen` says.
-
-    Returns:
-        (..., m, n) in the dtype of ``matrix``.
-
-    Raises:
-        ValueError: There are fewer than two dimensions, the type of the products is none of bfloat16, float16 and
-            float32, or ``steps`` is below 1 or not among those of ``coefficients``.
+    Products are in bfloat16, float16 or float32; ``timed`` says whether they may be timed (:mod:`.chosen_products`).
     """
-    dtype = matrix.dtype if dtype is None else dtype
-    if matrix.ndim < 2 or dtype not in _DTYPES or steps < 1:
+    if matrix.ndim >= 2 and (dtype or matrix.dtype) not in _DTYPES:
         raise ValueError(
-            f"newton_schulz takes (..., m, n), products in {', '.join(map(str, _DTYPES))} and at least one step, got "
-            f"{tuple(matrix.shape)}, {dtype} and {steps}; use rankwise.updates.newton_schulz for others"
+            f"products must be in {', '.join(map(str, _DTYPES))}, got {dtype or matrix.dtype}; use "
+            "rankwise.updates.newton_schulz for others"
         )
-    table = quintics(coefficients, steps)
-    if matrix.numel() == 0:
-        return torch.empty_like(matrix)
-    tall = matrix.shape[-2] > matrix.shape[-1]
-    stack = matrix.reshape(-1, *matrix.shape[-2:])
-    wide_enough = stack if stack.dtype in (torch.float32, torch.float64) else stack.float()
-    norm = torch.linalg.vector_norm(wide_enough, dim=(-2, -1), keepdim=True)
-    # The list is emptied below, so that only the iteration holds its start, and its memory is freed sooner.
-    start = [(wide_enough / (norm + eps)).to(dtype).contiguous()]
-    products = chosen(HALVED, start[0], tall, timed)
-    return orthogonalise(start.pop(), table, products, tall).to(matrix.dtype).reshape(matrix.shape)
+    choose = partial(chosen, HALVED, timed=timed)
+    return linalg.newton_schulz(matrix, steps, dtype, eps, coefficients, choose)
 
 
 def symmetric_product(x: Tensor) -> Tensor:
