@@ -92,7 +92,7 @@ def _flops(name: str, grid: tuple[int, ...], table: Sequence[int], given: dict[s
     """FLOP of the products of a kernel, by their type."""
     if name == "_symmetric_kernel":
         # Half of a product: the tiles above the diagonal are mirrored.
-        return Counter({multiplier(given["x"].dtype): grid[2] * given["rows"] ** 2 * given["columns"]})
+        return Counter({multiplier(given["x"].dtype): grid[1] * given["rows"] ** 2 * given["columns"]})
     if name == "_grouped_product_kernel":
         kind = "bf16x3" if given["HALVED"] else "float32"
         return Counter({kind: grid[2] * 2 * given["rows"] * given["columns"] * given["depth"]})

@@ -45,7 +45,7 @@ def test_symmetric_product(shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("described", [False, True])
-@pytest.mark.parametrize("shape", [(1, 40, 24), (2, 136, 264), (2, 300, 64)])
+@pytest.mark.parametrize("shape", [(1, 40, 24), (2, 136, 264), (2, 304, 64)])
 def test_symmetric_step_and_descriptors(
     shape: tuple[int, int, int], described: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

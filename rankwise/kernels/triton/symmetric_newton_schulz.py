@@ -127,7 +127,7 @@ def _product(x: Tensor, y: Tensor, addend: Tensor | None, alpha: float, beta: fl
         BLOCK=block,
         DEPTH=depth,
         num_warps=warps,
-        num_stages=stages + described,
+        num_stages=stages + (described and addend is not None),
     )
     return out
 

@@ -204,7 +204,7 @@ def _factored(
     """
     for stack in stacks:
         peaks = torch.linalg.vector_norm(stack, ord=float("inf"), dim=axis, keepdim=True)
-        stack.div_(torch.where(peaks > 0, peaks, 1.0))
+        stack.div_(peaks.clamp_min_(torch.finfo(torch.float32).tiny))  # columns of zeros stay zeros
     columns = in_halves(stacks)
     for family, stack in zip(families, columns, strict=True):
         across = _rows(stack) if axis == -1 else _rows(stack).turned
