@@ -93,8 +93,9 @@ def scratch_alone(tasks: Sequence[MatrixTask], narrow: bool = False) -> int:
         matrices += signature.short * long
         grams += 4 * rank * rank
     opened = images + 2 * coordinates if narrow else 0
-    share = min(1.0, ELEMENTS_AT_ONCE / max(opened or coordinates, 1), HALVED_AT_ONCE / max(matrices, 1))
-    return int(4 * share * (opened + matrices + 4 * coordinates + 3 * images + grams))
+    share = min(1.0, ELEMENTS_AT_ONCE / max(opened or coordinates, 1))
+    halved = min(share, HALVED_AT_ONCE / max(matrices, 1))
+    return int(4 * (share * opened + halved * (matrices + 4 * (coordinates + images) + grams)))
 
 
 def scratch_of_a_stack(tasks: Sequence[MatrixTask]) -> int:

@@ -118,8 +118,9 @@ def scratch(short: int, long: int, dtype: torch.dtype, table: Sequence[Quintic])
         dtype: Type of the matrix.
         table: Polynomial of each step.
     """
-    # The matrix twice, and a factor; or, on Gram matrices, four matrices that give the next factor.
-    return short * (2 * long + (4 if _may_be_on_gram(short, long, dtype, table) else 1) * short)
+    # The matrix twice, and a factor; or, on Gram matrices, the matrix and four that give the next factor.
+    on_gram = long + 5 * short if _may_be_on_gram(short, long, dtype, table) else 0
+    return short * max(2 * long + short, on_gram)
 
 
 def _may_be_on_gram(short: int, long: int, dtype: torch.dtype, table: Sequence[Quintic]) -> bool:
@@ -189,4 +190,5 @@ def _few_steps(x: Tensor, table: Sequence[Quintic], products: Products, turned: 
         a, b, c = following
         z = products.polynomial(gram, b, c)
         factor = products.step(z, factor, factor, a)
+    del gram, z, between  # only the factor is needed beside the long matrices
     return x @ factor.mT if turned else factor @ x
