@@ -105,7 +105,9 @@ def low_rank_step_(
         for part, (_, n) in zip(factors, ends, strict=True)
     )
     touched = tuple(ceil_div(end, cols) if numel else 0 for end, numel in ends)
-    tiles = tiles_of(touched, BLOCK_ROWS, device)
+    # Without alignment, addresses of single elements take registers.
+    block_rows = BLOCK_ROWS if aligned else BLOCK_ROWS // 2
+    tiles = tiles_of(touched, block_rows, device)
     launch(
         _step_kernel,
         (tiles.count, ceil_div(cols, BLOCK_COLUMNS)),
@@ -126,7 +128,7 @@ def low_rank_step_(
         ERROR=_ERROR_TYPES[error_dtype],
         ALIGNED=aligned,
         EVEN=even,
-        ROWS=BLOCK_ROWS,
+        ROWS=block_rows,
         COLUMNS=BLOCK_COLUMNS,
         DEPTH=BLOCK_DEPTH,
         num_warps=8,
