@@ -130,20 +130,21 @@ def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstima
     if unit.exchange is not None:
         plan = unit.exchange.plan
         for batch in plan.batches:
-            # Tasks that are stacked begin with states of the same shapes.
-            states = costs.matrix_state(batch.tasks[0], META)
+            # Tasks that are stacked have states of the same shapes.
+            stored = unit.stored_states(batch.tasks[0])
+            sizes = {name: state.nbytes(unit.dtype) for name, state in stored.items()}
             for task in batch.tasks:
                 owner = ranks[plan.owners[task.key]]
                 owner.flops += task.cost
                 owner.matrix_flops += task.cost
-                for name, state in states.items():
+                for name, size in sizes.items():
                     keeper = ranks[plan.keepers.get((task.key, name), plan.owners[task.key])]
-                    keeper.matrix_state_bytes += state.nbytes
+                    keeper.matrix_state_bytes += size
                     if keeper is not owner:
                         # The state goes to the owner in every step, and back after steps that change it.
-                        keeper.bytes_sent += state.nbytes
-                        owner.periodic_bytes += state.nbytes
-                        borrowed[plan.owners[task.key]] += state.nbytes
+                        keeper.bytes_sent += size
+                        owner.periodic_bytes += size
+                        borrowed[plan.owners[task.key]] += size
             for elements in costs.together(batch):
                 for partner in batch.partners:
                     ranks[partner].bytes_sent += elements * itemsize
@@ -237,11 +238,8 @@ def imagined_units(optimizer: ShardedOptimizer, world: int, stage: int, alignmen
     Raises:
         ValueError: The stage is unknown.
     """
-    replicated = stage == 0 and world > 1
-    units = optimizer.imagine(imagined_contents(optimizer, world, stage, alignment), replicated=replicated)
-    for unit in units:
-        unit.spends_gradients = stage > 0  # as DeepSpeed and Megatron do
-    return units
+    contents, replicated = imagined_contents(optimizer, world, stage, alignment), stage == 0 and world > 1
+    return optimizer.imagine(contents, replicated, spends_gradients=stage > 0)  # as DeepSpeed and Megatron do
 
 
 def imagined_contents(

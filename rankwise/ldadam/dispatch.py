@@ -17,10 +17,6 @@ __all__ = ["computes_stacks", "shards_step_for", "steps_in_place_for"]
 def shards_step_for(device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
     """LDAdam's step on the shards of many matrices at once, or None where there is no such form.
 
-    Args:
-        device: Device of the tensors.
-        dtype: Type of the tensors.
-
     Returns:
         As :func:`rankwise.ldadam.cuda.low_rank_step.low_rank_step_`.
     """
@@ -32,12 +28,7 @@ def shards_step_for(device: torch.device, dtype: torch.dtype) -> Callable[..., N
 
 
 def steps_in_place_for(device: torch.device, dtype: torch.dtype) -> StepsInPlace | None:
-    """What steps many whole matrices where they lie, or None where there is no such form.
-
-    Args:
-        device: Device of the tensors.
-        dtype: Type of the tensors.
-    """
+    """What steps many whole matrices where they lie, or None where there is no such form."""
     if not _multiplies_halves(device, dtype):
         return None
     from rankwise.ldadam.cuda.grouped_matrices import ldadam_matrices_, takes_matrices
@@ -46,12 +37,7 @@ def steps_in_place_for(device: torch.device, dtype: torch.dtype) -> StepsInPlace
 
 
 def computes_stacks(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether matrices are computed in stacks. On CPUs products of stacks are slower, and round otherwise.
-
-    Args:
-        device: Device of the matrices.
-        dtype: Type of the matrices.
-    """
+    """Whether matrices are computed in stacks. On CPUs products of stacks are slower, and round otherwise."""
     return device.type != "cpu" or kernels_for(device, dtype) is triton
 
 

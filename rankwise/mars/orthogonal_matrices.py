@@ -43,12 +43,7 @@ class MomentumSignature(NamedTuple):
 
 
 def steps_in_place(unit: StepUnit, product: torch.dtype) -> Callable[[Sequence[OrthogonalStep]], None] | None:
-    """What steps a unit's matrices where they lie, or None.
-
-    Args:
-        unit: Their unit.
-        product: Type of the products.
-    """
+    """What steps a unit's matrices where they lie, or None."""
     return orthogonal_steps_for(unit.device, unit.dtype, product, unit.cautious, unit.layout.is_whole_run)
 
 

@@ -176,7 +176,7 @@ class MKORRule(MatrixRule):
         return places_by_decay
 
     def _state_of(self, task: MatrixTask) -> MatrixState:
-        return self._states.obtain(task.key, partial(self._factors.fresh, task.signature, self.unit.device))
+        return self._states.obtain(task.key, partial(self.unit.fresh_states, task))
 
     # --- many together ------------------------------------------------------------------------------------------
 

@@ -118,11 +118,12 @@ class Undo:
         kept: list[Kept] = [(tensor, tensor.clone()) for tensor in changed]
         with self._matrix_states.watched() as before:
             update(finite)
+        counted = {state.name for state in self._spec.matrix_states if state.counted}
         for key, state in before.items():
             for name, old in state.items():
                 live = self._matrix_states.get(key, {}).get(name)
                 if live is not None:
-                    (counts if name in self._spec.counted_states else kept).append((live, old))
+                    (counts if name in counted else kept).append((live, old))
         for tensor, old in kept:
             tensor.copy_(torch.where(broken > 0, old, tensor))
         self.unsettled[id(unit)] = unsettled
