@@ -109,13 +109,7 @@ def orthogonal_product_for(
     """Return the type in which matrices of a shape are orthogonalised where nobody has chosen one.
 
     GPUs multiply float16 as fast as bfloat16. It has the digits that Gram matrices need, on which long matrices take
-    less work.
-
-    Args:
-        device: Where the matrices lie.
-        product: What :func:`product_dtype_for` returns.
-        rows: Rows of the matrices; None: they are long.
-        columns: Columns of the matrices.
+    less work. ``product`` is what :func:`product_dtype_for` returns; without a shape matrices are long.
     """
     is_long = rows is None or columns is None or max(rows, columns) >= LONG * min(rows, columns)
     gains = is_long and device.type in ("cuda", "meta") and product == torch.bfloat16

@@ -54,7 +54,7 @@ def ldadam_matrices_(jobs: Sequence[LowRankStep]) -> InPlace:
     """
     rotations_and_kept = [_step_together(families) for families in _calls(jobs)]
     rotation, kept = (torch.stack(list(values)).sum() for values in zip(*rotations_and_kept, strict=True))
-    return InPlace([], rotation, kept)
+    return InPlace(rotation, kept)
 
 
 def _calls(jobs: Sequence[LowRankStep]) -> Iterator[list[_Family]]:
