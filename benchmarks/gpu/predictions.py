@@ -26,7 +26,7 @@ GOALS = {
     "LDAdam, rank 16": 2.0,
     "LDAdam, rank 256": 3.0,
     "MARS-M": 12.2,
-    "MKOR": 6.5,
+    "MKOR": 1.7,
 }
 """Most that a step may take over fused AdamW's, for the bytes and products that each must have."""
 

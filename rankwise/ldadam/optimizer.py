@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from rankwise.comm.owner_plan import Batch, MatrixTask
+from rankwise.comm.slice_holders import Holders, holders_of
 from rankwise.kernels import graphs
 from rankwise.kernels.dispatch import is_for_cpus
 from rankwise.kernels.surroundings import undisturbed
@@ -16,8 +17,7 @@ from rankwise.ldadam.dispatch import steps_in_place_for
 from rankwise.ldadam.low_rank_matrices import LDAdamRule
 from rankwise.ldadam.options import LDAdamOptions
 from rankwise.ldadam.signature import LowRankSignature, scratch_alone, scratch_of_a_stack
-from rankwise.ldadam.sliced_formulas import Holders, exchanged
-from rankwise.ldadam.sliced_matrices import holders_of
+from rankwise.ldadam.sliced_formulas import exchanged
 from rankwise.ldadam.spec import LDAdamSpec
 from rankwise.ldadam.subspaces import Subspaces
 from rankwise.ldadam.working_shards import reply_of
