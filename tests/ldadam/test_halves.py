@@ -84,3 +84,17 @@ def test_errors_of_a_step(spectrum: str) -> None:
     low, high = SPECTRA[spectrum]
     assert low < sine < high
     assert 1e-6 < projection < 5e-6 and 1e-7 < conserved < 7e-7 and orthonormal < 7e-7
+
+
+def test_training_is_tried_with_these_products() -> None:
+    """What ``benchmarks.device_numerics`` multiplies in place of float32, and nothing else."""
+    from benchmarks.device_numerics import ARMS, PAIRS, Halves, interval
+
+    left, right = randn(30, 50, seed=1), randn(50, 20, seed=2)
+    exact = left.double() @ right.double()
+    with Halves():
+        found, narrow, wide = left @ right, left.bfloat16() @ right.bfloat16(), left.double() @ right.double()
+    assert 1e-7 < ((found.double() - exact).norm() / exact.norm()).item() < 1e-5
+    assert torch.equal(narrow, left.bfloat16() @ right.bfloat16()) and torch.equal(wide, exact)
+    assert {name for pair in PAIRS for name in pair} == set(ARMS)
+    assert interval([1.0, 2.0, 3.0]) == (2.0, pytest.approx(4.303 / 3**0.5))
