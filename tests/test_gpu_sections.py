@@ -43,7 +43,7 @@ def test_two_sections_here_within_a_tiny_budget(tmp_path: Path) -> None:
         records = Records(path)
         records.open(worker.about())
         # A clock that goes on by one whenever it is looked at.
-        lefts.append(measure_sections(sections, worker, records, 60.0, lambda line: None, lambda: float(next(ticks))))
+        lefts.append(measure_sections(sections, worker, records, 66.0, lambda line: None, lambda: float(next(ticks))))
     assert len(wanted) > lefts[0] > lefts[1] >= lefts[2] == 0
     items = json.loads(path.read_text())["items"]
     assert sorted(items) == sorted(wanted)
