@@ -212,10 +212,12 @@ def _add_decoded(maker: _Maker) -> Call:
 
 def _projection(maker: _Maker, shape: tuple[int, int], rank: int) -> Call:
     from rankwise.ldadam.cuda.grouped_products import grouped_product_, operand_of
-    from rankwise.ldadam.cuda.halves import in_halves
+    from rankwise.ldadam.cuda.halves import empty_halves
 
     short, long = shape
-    halves = in_halves([maker.randn(short, rank)]), in_halves([maker.randn(short, long)])
+    halves = [
+        [half.normal_() for half in empty_halves([size], maker.device)] for size in ((short, rank), (short, long))
+    ]
     out = torch.empty(1, rank, long, device=maker.device)
     left, right = operand_of(halves[0], (rank, 1)).turned, operand_of(halves[1], (long, 1))
     return lambda: (halves, grouped_product_(out, left, right, short))

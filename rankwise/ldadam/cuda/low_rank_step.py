@@ -91,7 +91,8 @@ def low_rank_step_(
     if factors[0].basis.dtype == torch.float32:
         halves = iter(in_halves([tensor for part in factors for tensor in part.tensors]))
         factors = [
-            Factors(part.start, *(next(halves) if x is not None else None for x in part[1:])) for part in factors
+            Factors(part.start, next(halves), next(halves), None if part.kept is None else next(halves))
+            for part in factors
         ]
     lows = [tensor.stride(0) for tensor in factors[0].tensors]
     error_dtype = errors[0].dtype if errors else torch.float32
