@@ -186,7 +186,7 @@ def measure(
     Args:
         waiting: In this order.
         place: Where.
-        records: What is there; :meth:`.Records.open` has been called.
+        records: What is there; :meth:`benchmarks.gpu.records.Records.open` has been called.
         budget: Seconds.
         jobs: Cells at once.
         limit: Seconds that a cell may take; the optimizers that it has not come to wait for the next call.
