@@ -149,6 +149,10 @@ def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstima
                 for partner in batch.partners:
                     ranks[partner].bytes_sent += elements * itemsize
                     ranks[partner].collectives += 1
+            for size in costs.periodic_together(batch):
+                for partner in batch.partners:
+                    ranks[partner].periodic_bytes += size
+                    ranks[partner].periodic_collectives += 1
         _send(ranks, matrix_volume(unit.exchange.layout, plan, unit.exchange.wire, costs.reply))
         for rank in ranks if plan.keepers else ():
             rank.collectives += 1

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rankwise.mkor.windows import Factor, Window, factor_of
+from rankwise.mkor.vector_windows import Factor, Window, factor_of
 
 
 def dense(factor: Factor | None) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rankwise.mkor.formulas import product_dtype
-from rankwise.mkor.windows import Window, multiply_
+from rankwise.mkor.vector_windows import Window, multiply_
 from rankwise.mkor.workspace import Workspace
 
 __all__ = ["multiply_into", "precondition_into", "update_factors_"]

@@ -15,7 +15,7 @@ from rankwise.mkor.factor_schedule import FactorSchedule
 from rankwise.mkor.layer_signature import layer_of
 from rankwise.mkor.options import MKOROptions
 from rankwise.mkor.sketches import Sketches, sign_table
-from rankwise.mkor.windows import is_identity
+from rankwise.mkor.vector_windows import is_identity
 from rankwise.plan.notes import Note
 from rankwise.plan.planner import Planned, Planner
 from rankwise.plan.step_unit import StepUnit

@@ -22,7 +22,7 @@ from rankwise.mkor.options import MKOROptions
 from rankwise.mkor.preconditioning import Gradient, Preconditioned
 from rankwise.mkor.product_groups import ProductGroups
 from rankwise.mkor.rule import Rule, guarded, rescale_to_norm
-from rankwise.mkor.windows import Factor, Norms, Window, factor_of, multiply_, update_windows_
+from rankwise.mkor.vector_windows import Factor, Norms, Window, factor_of, multiply_, update_windows_
 from rankwise.mkor.workspace import Workspace
 from rankwise.states.matrix_states import MatrixState
 from rankwise.statistics.factor_vectors import LayerVectors

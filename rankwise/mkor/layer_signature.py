@@ -61,6 +61,10 @@ class LayerSignature(NamedTuple):
         """Side of each left factor, by its name."""
         return {f"left[{block.name}]": block.size for block in self.blocks} or {"left": self.outputs}
 
+    def of_slice(self, shape: tuple[int, int], axis: int, count: int) -> LayerSignature:
+        """Return the signature of slices of this shape, as many along an axis."""
+        return self._replace(outputs=shape[0], inputs=shape[1], cut=axis, slices=count)
+
     def of_block(self, block: Block) -> LayerSignature:
         """Return the signature of one block as if it were a layer."""
         return self._replace(outputs=block.size, blocks=())

@@ -13,7 +13,7 @@ from rankwise.intervals import Run
 from rankwise.kernels.run_views import TensorRuns
 from rankwise.mkor.layer_signature import LayerSignature
 from rankwise.mkor.product_groups import GradientForm, ProductGroups
-from rankwise.mkor.windows import Factor, factor_of
+from rankwise.mkor.vector_windows import Factor, factor_of
 from rankwise.plan.step_unit import WHOLE
 from rankwise.states.entries import Entry
 from rankwise.states.matrix_states import MatrixState

@@ -283,6 +283,22 @@ class MKOR(ShardedOptimizer):
         sizes = exchanged(signature.window, signature.whole_shape, signature.cut, signature.slices, self._widths(unit))
         return tuple(-(-matrices * size // unit.dtype.itemsize) for size in sizes[: 2 + self._factors.rescales])
 
+    def _at_factor_steps(self, unit: StepUnit, batch: Batch) -> tuple[int, ...]:
+        """Bytes of the further messages of factor steps: vectors of the side that is cut, and norms for each side."""
+        signature: LayerSignature = batch.signature
+        if signature.cut is None:
+            return ()
+        matrices, window = len({task.whole for task in batch.tasks}), signature.window
+        shape, (_, of_vector) = signature.whole_shape, self._widths(unit)
+        own, sides = shape[signature.cut], [side for side in shape if side <= self.options.max_factor_dim]
+        vectors = [matrices * window * (own // signature.slices) * of_vector] * (own in sides)
+        if self.options.stabilizer is None:
+            return tuple(vectors)
+        of_norm = max(4, of_vector, unit.dtype.itemsize)
+        # On CPUs windows are moved one at a time.
+        each = [of_norm] * matrices if unit.device.type == "cpu" else [of_norm * matrices]
+        return (*vectors, *(each * len(sides)))
+
     def _unit(self) -> StepUnit:
         self.statistics.join_replicas()
         if self.factor_steps.has_news:
@@ -304,6 +320,7 @@ class MKOR(ShardedOptimizer):
             period=self.options.interval,
             scratch=ScratchMemory(alone=_scratch_of, stacked=_scratch_of, spends_stack=True),
             together=partial(self._together, unit),
+            periodic_together=partial(self._at_factor_steps, unit),
             scalars=(8,) * (bool(tasks) and not unit.layout.all_hold) + (16,) * self.switch.watches(unit),
         )
 

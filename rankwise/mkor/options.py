@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rankwise.mkor.backends import FirstOrder
-from rankwise.mkor.windows import MOST_VECTORS, window_length
+from rankwise.mkor.vector_windows import MOST_VECTORS, window_length
 from rankwise.options import shared
 from rankwise.options.checks import (
     LARGEST,

@@ -390,8 +390,7 @@ def sliced_tasks(tasks: Sequence[MatrixTask], matrices: Mapping[str, SlicedMatri
         if matrix is None:
             found.append(task)
             continue
-        rows, columns = matrix.shape
-        signature = task.signature._replace(outputs=rows, inputs=columns, cut=matrix.axis, slices=matrix.count)
+        signature = task.signature.of_slice(matrix.shape, matrix.axis, matrix.count)
         found += [MatrixTask(part, (part,), signature, task.cost / matrix.count, task.key) for part in matrix.parts]
     return found
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from rankwise.mkor.product_groups import GradientForm
-from rankwise.mkor.windows import Factor, Window
+from rankwise.mkor.vector_windows import Factor, Window
 
 __all__ = [
     "AT_ONCE",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rankwise.comm.slice_holders import Holders
 from rankwise.mkor.rule import FactorNorm, rescale_to_norm
-from rankwise.mkor.windows import Window, factor_of, multiply_, window_norm
+from rankwise.mkor.vector_windows import Window, factor_of, multiply_, window_norm
 from rankwise.states.matrix_states import MatrixState
 
 __all__ = ["SlicedWindows", "exchanged", "sends_less"]
@@ -116,7 +116,7 @@ class SlicedWindows:
             torch._foreach_copy_([state for state, _ in own], parts)
 
     def norms(self, vectors: Tensor, weights: Tensor, norm: FactorNorm, product: torch.dtype) -> Tensor:
-        """Do :func:`rankwise.mkor.windows.window_norm`, each rank some rows of J."""
+        """Do :func:`rankwise.mkor.vector_windows.window_norm`, each rank some rows of J."""
         side, count, rank = vectors.shape[-1], self.holders.count, self.holders.rank
         rows = range(rank * side // count, (rank + 1) * side // count)
         sizes = window_norm(vectors, weights, norm, product, rows)

@@ -13,7 +13,7 @@ from rankwise.mkor.backends import FirstOrder
 from rankwise.mkor.factors import KroneckerFactors
 from rankwise.mkor.layer_signature import LayerSignature
 from rankwise.mkor.options import MKOROptions
-from rankwise.mkor.windows import Window, names_of, resized
+from rankwise.mkor.vector_windows import Window, names_of, resized
 from rankwise.routing.roles import ParameterInfo, Role, Route, RoutingPolicy, Rule
 from rankwise.states.declared_states import MatrixForm, State, scalar
 from rankwise.states.element_states import StateTypes

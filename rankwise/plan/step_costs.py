@@ -59,6 +59,7 @@ class StepCosts:
         scalars: Bytes of every further all-reduce of a step.
         periodic: Bytes of the all-reduces of every ``period``-th step.
         period: Steps between the all-reduces of ``periodic``.
+        periodic_together: Bytes of each message of these steps among the ranks that compute a batch of slices.
         element_flops: Rough number of operations per parameter element outside the matrix rule.
         scratch: Memory that a step needs besides.
     """
@@ -70,5 +71,6 @@ class StepCosts:
     scalars: tuple[int, ...] = ()
     periodic: tuple[int, ...] = ()
     period: int = 1
+    periodic_together: Callable[[Batch], tuple[int, ...]] = _no_messages
     element_flops: float = 12.0
     scratch: ScratchMemory = ScratchMemory()

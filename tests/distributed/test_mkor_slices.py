@@ -18,7 +18,7 @@ from torch import Tensor
 from rankwise.comm.slice_holders import Holders
 from rankwise.estimate import estimate
 from rankwise.mkor.sliced_windows import SlicedWindows, exchanged, sends_less
-from rankwise.mkor.windows import window_norm
+from rankwise.mkor.vector_windows import window_norm
 
 KEY, ROWS, COLUMNS, STEPS = "c.weight", 12, 20, 7
 

@@ -18,7 +18,7 @@ from rankwise.comm.exchange import MatrixExchange
 from rankwise.kernels import lists as foreach
 from rankwise.kernels import native
 from rankwise.kernels.dispatch import using
-from rankwise.mkor import windows
+from rankwise.mkor import vector_windows as windows
 from rankwise.mkor.factors import KroneckerFactors
 from rankwise.mkor.workspace import SPACE
 from tests.ranks import run_ranks

@@ -29,7 +29,7 @@ from rankwise.kernels import native, triton
 from rankwise.kernels.dispatch import using
 from rankwise.mkor import cpu as mkor_cpu
 from rankwise.mkor import formulas as mkor
-from rankwise.mkor.windows import factor_of
+from rankwise.mkor.vector_windows import factor_of
 from rankwise.mkor.workspace import Workspace
 
 

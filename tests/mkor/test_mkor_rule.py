@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rankwise import MKOR
 from rankwise.mkor.rule import Knee, mkor_step, watched_loss
-from rankwise.mkor.windows import factor_of
+from rankwise.mkor.vector_windows import factor_of
 from rankwise.updates.adamw import adamw_update, bias_corrections, decoupled_step
 from rankwise.updates.lamb import lamb_direction, trust_ratio
 from rankwise.updates.sgd import sgd_direction

@@ -12,9 +12,9 @@ from test_mkor import build, make, train
 from torch import Tensor
 
 from rankwise import MKOR
-from rankwise.mkor import windows as module
+from rankwise.mkor import vector_windows as module
 from rankwise.mkor.rule import factor_norm, factor_step, stabilize
-from rankwise.mkor.windows import Window, multiply_, resized, update_windows_, window_length
+from rankwise.mkor.vector_windows import Window, multiply_, resized, update_windows_, window_length
 from rankwise.options.validation import OptionError
 
 GAMMA = 0.95

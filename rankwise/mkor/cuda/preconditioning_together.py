@@ -16,7 +16,7 @@ from rankwise.kernels.triton.language import ELEMENTS
 from rankwise.mkor.cuda.gradient_passes import GradientPasses
 from rankwise.mkor.preconditioning import AT_ONCE, Gradient, Preconditioned
 from rankwise.mkor.product_groups import ProductForm, ProductGroup, ProductGroups, aligned
-from rankwise.mkor.windows import Factor, Window, multiply_
+from rankwise.mkor.vector_windows import Factor, Window, multiply_
 
 __all__ = ["AT_ONCE", "precondition_into", "preconditioned", "preconditioned_as", "takes"]
 
