@@ -78,8 +78,7 @@ def sonew_directions(
         exp_avgs: Momenta, updated in place; they and the other statistics may be narrow, all of covariances alike.
         exp_avg_sqs: Diagonals, updated in place.
         covariances: One list of runs per band distance, updated in place.
-        margins: None for a run whose ends are ends of chains; for others the neighbours before the step, left and
-            right, (3 + band, band) each: gradient, momentum, diagonal, covariances; zero beyond the parameter.
+        margins: Neighbours of every run that is cut inside a chain, of before the step; None for others.
         betas: Decay rates of momentum and statistics.
         eps: Absolute damping of the bias-corrected diagonal.
         gamma: Relative conditional variance at or below which an edge is dropped.
@@ -92,8 +91,7 @@ def sonew_directions(
         Squared norms of directions and of graft directions, (2, n) fp64; those of "none" are 0.
 
     Raises:
-        ValueError: A tensor is not a contiguous run of its type, the lists do not fit together, or an option is
-            unknown.
+        ValueError: A tensor is no contiguous run of its type, lists do not fit together, or an option is unknown.
     """
     band = len(covariances)
     _check(runs, band, graft, gamma)
@@ -106,8 +104,7 @@ def sonew_directions(
     correction1, correction2 = bias_corrections(betas, step)
     official = graft == "adam_official"
     partials = tables.partial_sums(2)
-    steps = [field.step for field in states if isinstance(field, LowPrecisionRuns) and field.step is not None]
-    count = count_of(steps[0] if steps else None, tables.runs, tables.device)
+    count, randomness = _randomness(states, tables)
     launch(
         globals()[f"sonew_{band}_kernel"],
         (tables.count,),
@@ -132,9 +129,8 @@ def sonew_directions(
         SQUARES_ON_DEVICE=isinstance(step, Tensor) and not official,
         GRAFT={"adam": 1, "adam_official": 1, "sgd": 2, "momentum": 3, "none": 0}[graft],
         ROWS=rows,
-        COUNTS=isinstance(count, Tensor),
         **constants,
-        **_randomness(states),
+        **randomness,
         num_warps=warps,
     )
     return run_sums(tables, partials)
@@ -221,9 +217,13 @@ def _columns_of(field: LowPrecisionRuns) -> Iterator[Sequence[int]]:
         yield [0 if end is None else addresses([end])[0] for end in ends]
 
 
-def _randomness(states: Sequence[Field]) -> dict[str, bool]:
-    random = [isinstance(field, LowPrecisionRuns) and field.step is not None for field in states]
-    return {f"{kind}_RANDOM": random[place] if place < len(random) else False for place, kind in enumerate(_KINDS)}
+def _randomness(states: Sequence[Field], tables: Runs) -> tuple[int | Tensor, dict[str, bool]]:
+    """Return the number of the step in noise, and the constants that say which statistics have noise."""
+    steps = [field.step if isinstance(field, LowPrecisionRuns) else None for field in states]
+    count = count_of(next((step for step in steps if step is not None), None), tables.runs, tables.device)
+    random = dict.fromkeys((f"{kind}_RANDOM" for kind in _KINDS), False)
+    random |= {f"{_KINDS[min(place, 2)]}_RANDOM": step is not None for place, step in enumerate(steps)}
+    return count, {"COUNTS": isinstance(count, Tensor), **random}
 
 
 def _borders(tables: Runs, band: int, rows: int, constants: dict[str, Any]) -> Tensor:
