@@ -24,7 +24,7 @@ from deepspeed_plugin import auto_tp
 from deepspeed_plugin.tensor_parallel_shards import TensorParallelShard
 from rankwise.comm.local_groups import host_group
 from rankwise.layout.layout import LayoutError
-from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents
+from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents, WorkPlace
 from rankwise.statistics.hooks import Describe
 from rankwise.statistics.linear_views import describe_linear
 from rankwise.step.optimizer import ShardedOptimizer
@@ -86,7 +86,7 @@ class DeepSpeedLayout(LayoutSource):
             self._shards, holders = auto_tp.shards(engine.module), dist.group.WORLD
             self.tensor_parallel = auto_tp.tensor_parallel(holders)
         self.group: dist.ProcessGroup | None = _exchange_group(engine, holders)
-        self._twins: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+        self._twins: dict[dist.ProcessGroup, dist.ProcessGroup] = {holders: self.group}
         # Wrappers drop or clear the gradients of partitions after the step, except in the buffers of offload, where a
         # parameter without a gradient goes on showing its last one.
         self.spends_gradients = not engine.zero_cpu_offload()
@@ -98,6 +98,13 @@ class DeepSpeedLayout(LayoutSource):
     @abstractmethod
     def units(self) -> list[list[tuple[Tensor, int]]]:
         """Return, for each ``step()`` call, the tensors in the param groups, and the positions of their groups."""
+
+    def work_place(self, group: dist.ProcessGroup | None) -> WorkPlace | None:
+        """The engine's device, where ZeRO-Offload keeps the partitions on the host."""
+        if not self._engine.zero_cpu_offload():
+            return None
+        given = next((given for given, twin in self._twins.items() if twin is group), group)
+        return WorkPlace(torch.device(self._engine.device), given)
 
     def refuse_other_attributes(self) -> None:
         """Refuse a wrapper without the attributes that say which tensors it steps.

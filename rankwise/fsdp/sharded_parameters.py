@@ -19,7 +19,7 @@ from rankwise.fsdp.placements import PlacementError, copy_ranks, held_runs, slic
 from rankwise.layout.agreement import gather_together
 from rankwise.layout.dtensors import is_sharded, local_view
 from rankwise.layout.layout import LayoutError
-from rankwise.layout.layout_source import Slice, TensorContents, TensorParallel, WholeParameters
+from rankwise.layout.layout_source import Slice, TensorContents, TensorParallel, WholeParameters, WorkPlace
 from rankwise.options.validation import OptionError
 
 __all__ = [
@@ -64,6 +64,7 @@ class ShardedParameters(WholeParameters):
         self._managed: dict[int, Any] = {}
         self._mesh: Any = None
         self._host: dist.ProcessGroup | None = None
+        self._far: dist.ProcessGroup | None = None
 
     @classmethod
     def of(cls, whole: WholeParameters) -> ShardedParameters:
@@ -201,6 +202,25 @@ class ShardedParameters(WholeParameters):
             self._mesh = DeviceMesh.from_group(self.group, "cpu" if host else self._meshes[0].device_type)
         return self._mesh
 
+    def work_place(self, group: dist.ProcessGroup | None) -> WorkPlace | None:
+        """The mesh's device, where ``CPUOffloadPolicy`` keeps the parameters on the host."""
+        kinds = {mesh.device_type for mesh in self._meshes}
+        if self._devices != {"cpu"} or len(kinds) != 1:
+            return None
+        (kind,) = kinds
+        index = None if kind == "cpu" else torch.get_device_module(kind).current_device()
+        if group is not None and self._far is None:
+            self._far = self._device_group(group, kind)
+        return WorkPlace(torch.device(kind, index), self._far)
+
+    def _device_group(self, host: dist.ProcessGroup, kind: str) -> dist.ProcessGroup:
+        """A group of the same ranks whose messages can carry tensors of a device; all of them call this alike."""
+        ranks = dist.get_process_group_ranks(host)
+        for group in (host, *(mesh.get_group() for mesh in self._meshes if mesh.ndim == 1), dist.group.WORLD):
+            if group is not None and dist.get_process_group_ranks(group) == ranks and _carries(group, kind):
+                return group
+        return local_group(ranks)
+
     # --- gradients ----------------------------------------------------------------------------------------------
 
     def agree_on_missing(self, tensors: Sequence[Tensor]) -> None:
@@ -239,6 +259,14 @@ class ShardedParameters(WholeParameters):
     def averaged_over(self) -> float:
         """Divisor of the sum of the ranks' gradients that ``fully_shard`` uses."""
         return averaged_over(self._modules)
+
+
+def _carries(group: dist.ProcessGroup, kind: str) -> bool:
+    try:
+        group._get_backend(torch.device(kind))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _rank() -> int:

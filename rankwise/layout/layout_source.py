@@ -6,7 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ __all__ = [
     "TensorContents",
     "TensorParallel",
     "WholeParameters",
+    "WorkPlace",
     "advise",
     "framework_advice",
     "layout_with",
@@ -168,6 +169,18 @@ class TensorParallel:
         return cls(tuple(sorted(sets)), group)
 
 
+class WorkPlace(NamedTuple):
+    """The device of a model whose weights and states a framework keeps on the host.
+
+    Attributes:
+        device: The device.
+        group: The ranks of the layout, which can send tensors of the device; None for one rank.
+    """
+
+    device: torch.device
+    group: dist.ProcessGroup | None
+
+
 class LayoutSource(ABC):
     """What a framework tells the optimizer about the tensors it put into the param groups.
 
@@ -238,6 +251,14 @@ class LayoutSource(ABC):
         """The ranks that hold the rest of a tensor's parameters where they are not ``group``, as of experts.
 
         All tensors of one ``step()`` call have the same ranks; None: those of ``group``.
+        """
+        return None
+
+    def work_place(self, group: dist.ProcessGroup | None) -> WorkPlace | None:
+        """The model's device, where the optimizer's tensors are on the host between its steps; None: where they are.
+
+        Args:
+            group: The ranks of a unit, which get a group that can send tensors of that device.
         """
         return None
 

@@ -169,7 +169,13 @@ class LDAdam(ShardedOptimizer):
     def _matrix_rule(self, unit: StepUnit, matrices: Sequence[Bucket]) -> LDAdamRule:
         unstepped = self._unstepped if self.working_tensors.counts_on_device(unit) else None
         followed = unit.notes.obtain(_MOVED_SHAPES, set)
-        of_states = self.matrix_states, self.step_groups, self.health, self._fresh
+        like = torch.empty(0, dtype=unit.dtype, device=unit.device)
+
+        def fresh(signature: LowRankSignature) -> MatrixState:
+            graphs.refuse_capture(unit.device, "the first step of a matrix")
+            return self._fresh(like, signature)
+
+        of_states = self.matrix_states, self.step_groups, self.health, fresh
         subspaces = Subspaces(*of_states, self.spec, followed, unstepped)
 
         def holders() -> Holders:

@@ -44,6 +44,8 @@ def steps_in_place(unit: StepUnit, product: torch.dtype) -> Callable[[Sequence[O
         unit: Their unit.
         product: Type of the products.
     """
+    if unit.is_offloaded:
+        return None
     return orthogonal_steps_for(unit.device, unit.dtype, product, unit.cautious, unit.layout.is_whole_run)
 
 
@@ -106,7 +108,7 @@ class MARSRule(MatrixRule):
         """Orthogonal directions of a stack of momenta, (matrices, elements)."""
         group, matrices = self.groups[signature.group], exp_avgs.view(-1, signature.rows, signature.columns)
         eps, factor = self._numbers_of(signature)
-        orthogonalise = newton_schulz_for(self.unit.device, self.unit.layout.is_whole_run)
+        orthogonalise = newton_schulz_for(exp_avgs.device, self.unit.layout.is_whole_run)
         directions = orthogonalise(matrices, group["ns_steps"], self._product, eps, group["ns_coefficients"])
         return (directions * factor).reshape(len(exp_avgs), -1)
 

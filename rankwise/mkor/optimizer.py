@@ -247,6 +247,7 @@ class MKOR(ShardedOptimizer):
             matrix_state=self._fresh,
             periodic=self._periodic_messages(unit, elements * unit.dtype.itemsize),
             period=self.options.interval,
+            brought=_vectors_of if self.needs_capture else lambda task: 0,
             scratch=ScratchMemory(alone=_scratch_of, stacked=_scratch_of, spends_stack=True),
             scalars=(8,) * (bool(tasks) and not unit.layout.all_hold) + (16,) * self.switch.watches(unit),
         )
@@ -333,3 +334,8 @@ class MKOR(ShardedOptimizer):
         self.switch.losses.clear()
         self.factor_steps.load_schedule(state_dict.get("factor_schedule", {}), self.param_groups)
         self.switch.load_state_dict(state_dict.get("hybrid", {}))
+
+
+def _vectors_of(task: MatrixTask) -> int:
+    """Elements of what a layer's factors follow: an input, an output gradient and the number of tokens."""
+    return int(task.signature.inputs + task.signature.outputs + 1)

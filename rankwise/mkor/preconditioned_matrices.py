@@ -78,9 +78,9 @@ class MKORRule(MatrixRule):
         super().__init__(matrices)
         unit = self.unit
         self._first_order, self._factors, self._states, self._vectors = first_order, factors, states, vectors
-        self._product = factors.product_type(unit.device, unit.dtype)
-        self._singly = factors.computes_singly(unit.device, unit.dtype)
-        self._together = factors.together(unit.device, unit.dtype, self._product)
+        self._product = factors.product_type(unit.work_device, unit.dtype)
+        self._singly = factors.computes_singly(unit.work_device, unit.dtype)
+        self._together = factors.together(unit.work_device, unit.dtype, self._product)
         self._space = unit.notes.obtain(SPACE, Workspace)
         self._gradients: list[Tensor | None] = [None] * len(unit.entries)
         self._places: dict[int, tuple[Bucket, int]] = {}
@@ -93,6 +93,14 @@ class MKORRule(MatrixRule):
     def gather(self, in_place: Collection[int]) -> list[Tensor | None]:
         """The raw gradients."""
         return self._gradients
+
+    def states(self, task: MatrixTask) -> MatrixState:
+        """The factors, and how often they failed."""
+        return self._state_of(task)
+
+    def changes_states(self, task: MatrixTask) -> bool:
+        """Whether factors are due."""
+        return task.key in self._vectors
 
     def update(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor, spent: bool = False) -> Tensor:
         """The preconditioned gradients of a stack, with factors that have moved if they are due."""
@@ -159,6 +167,8 @@ class MKORRule(MatrixRule):
             chosen, vectors = [tasks[place] for place in places], self._vectors
             if isinstance(vectors, Sketches):
                 vectors = vectors.of(chosen, [gradient(place) for place in places])
+            elif self.unit.is_offloaded:
+                vectors = {task.key: self._brought(vectors[task.key]) for task in chosen}
             updated, skipped = self._factors.move(chosen, [states[place] for place in places], vectors, decay)
             self.health.add("factors_updated", updated)
             self.health.add("factors_skipped", skipped)
@@ -176,7 +186,13 @@ class MKORRule(MatrixRule):
         return places_by_decay
 
     def _state_of(self, task: MatrixTask) -> MatrixState:
-        return self._states.obtain(task.key, partial(self._factors.fresh, task.signature, self.unit.device))
+        fresh = partial(self._factors.fresh, task.signature, self.unit.device)
+        return self.on_device(task, self._states.obtain(task.key, fresh))
+
+    def _brought(self, vectors: LayerVectors) -> LayerVectors:
+        assert self.unit.exchange is not None and self.unit.exchange.link is not None
+        inputs, outputs, tokens = self.unit.exchange.link.bring(vectors)
+        return inputs, outputs, tokens
 
     # --- many together ------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.comm.exchange import MatrixExchange
+from rankwise.comm.host_link import HostLink
 from rankwise.comm.owner_plan import MatrixTask, plan_matrices
 from rankwise.comm.quantized_messages import wire_of
 from rankwise.kernels import graphs
@@ -21,13 +22,14 @@ from rankwise.layout.dtensors import PLAIN, Cut, cut_of
 from rankwise.layout.equal_slices import SlicedMatrix, in_slices
 from rankwise.layout.even_cuts import EvenCuts
 from rankwise.layout.layout import LayoutError
-from rankwise.layout.layout_source import LayoutSource, TensorContents, WholeParameters
+from rankwise.layout.layout_source import LayoutSource, TensorContents, WholeParameters, WorkPlace
 from rankwise.plan.checkpoint_mismatch import refuse_strange
 from rankwise.plan.notes import Note
 from rankwise.plan.state_memory import Lendable, keepers_in
 from rankwise.plan.step_costs import StepCosts
 from rankwise.plan.step_unit import StepUnit, UnitKey
 from rankwise.plan.unit_builder import UnitBuilder, device_and_dtype
+from rankwise.plan.work_device import computes_on_device
 from rankwise.states.element_states import ElementStates
 from rankwise.states.entries import cut_into_entries
 from rankwise.states.group_values import GroupValues
@@ -100,6 +102,7 @@ class Planner:
         self.units: dict[UnitKey, StepUnit] = {}
         self.loads: list[float] = []
         self.owner_of: dict[Any, int] = {}
+        self._imagined_place: WorkPlace | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy belongs to no framework and has nothing planned.
@@ -257,6 +260,7 @@ class Planner:
         units: Sequence[Sequence[Sequence[TensorContents]] | EvenCuts],
         replicated: bool,
         plan: Callable[[StepUnit], None],
+        offloaded: bool = False,
     ) -> list[StepUnit]:
         """Plan for ranks that need not exist; nothing of the plans in use changes.
 
@@ -265,12 +269,14 @@ class Planner:
             units: For each ``step()`` call, for each rank, what its tensors store; or how parameters are cut evenly.
             replicated: See :class:`rankwise.layout.layout.Layout`.
             plan: Plans the collectives of a unit.
+            offloaded: Whether weights and states are on the host, beside another device.
 
         Returns:
             The units as rank 0 would plan them.
         """
         present = self.loads, self.owner_of
         self.loads, self.owner_of = [], {}
+        self._imagined_place = WorkPlace(torch.device("meta"), None) if offloaded else None
         imagined = []
         try:
             for ranks in units:
@@ -314,7 +320,13 @@ class Planner:
         if lendable is not None and unit.layout.world_size > 1:
             plan = replace(plan, keepers=keepers_in(unit, tasks, lendable, plan.owners, self.owner_of))
         wire = wire_of(getattr(self.spec.options, "comm_dtype", None), unit.dtype)
-        unit.exchange = MatrixExchange(layout, plan, unit.device, unit.dtype, wire, alone or None)
+        place = self._imagined_place if layout.imagined else self.source.work_place(unit.layout.group)
+        unit.on_host = place is not None
+        if place is not None and computes_on_device(self.spec, place.device, unit, tasks):
+            how = (place.device, unit.dtype, wire, None, HostLink(place.device), place.group)
+        else:
+            how = (unit.device, unit.dtype, wire, alone or None, None, None)
+        unit.exchange = MatrixExchange(layout, plan, *how)
         if not unit.apart:
             self.loads = loads
         self.owner_of |= plan.owners
@@ -351,7 +363,8 @@ class Planner:
             texts[f"the form of the CPU kernels (environment variable {SWITCH}=0 makes them alike)"] = (
                 unit.kernels.__name__
             )
-        product, option = spec.product_type(unit.device, unit.dtype), spec.product_option
+        texts["the device that multiplies offloaded matrices"] = unit.work_device.type
+        product, option = spec.product_type(unit.work_device, unit.dtype), spec.product_option
         if product is not None and getattr(spec.options, option) == "auto":
             name = f"the type of the products (set {option} to 'float32' or 'bfloat16' on all ranks)"
             texts[name] = str(product).removeprefix("torch.")

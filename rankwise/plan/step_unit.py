@@ -249,6 +249,7 @@ class StepUnit:
     key_tensors: Mapping[str, int]  # where all ranks have a tensor of every parameter: its index, by key
     spends_gradients: bool = False  # whether nobody reads the gradients after the step
     token: str = ""  # the same on the ranks that planned the unit together, and unique to it
+    on_host: bool = False  # whether a framework keeps weights and states on the host, beside the model's device
     apart: bool = False  # whether its ranks are only some of the optimizer's ranks
     sharded: list[bool] = field(init=False)  # which of the tensors are torch's sharded ones
     sums: ShardSums = field(init=False)
@@ -268,6 +269,16 @@ class StepUnit:
         types = {key: self.parameters[key].states for key in self.stored.shapes}
         shared = SharedExponents(self.stored, types, self.indices, self.traffic)
         self.narrow_plan = NarrowPlan(self.states, self.entries, shared, self.indices, self.dtype, self.spec)
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether weights and states stay on the host, and another device multiplies the matrices."""
+        return self.exchange is not None and self.exchange.link is not None
+
+    @property
+    def work_device(self) -> torch.device:
+        """The device that multiplies the matrices."""
+        return self.device if self.exchange is None else self.exchange.device
 
     @property
     def planned_groups(self) -> dict[int, Mapping[str, Any]]:

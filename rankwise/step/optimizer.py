@@ -276,10 +276,13 @@ class ShardedOptimizer(Optimizer, ABC):
         return list(self.planner.units.values())
 
     def imagine(
-        self, units: Sequence[Sequence[Sequence[TensorContents]] | EvenCuts], replicated: bool = False
+        self,
+        units: Sequence[Sequence[Sequence[TensorContents]] | EvenCuts],
+        replicated: bool = False,
+        offloaded: bool = False,
     ) -> list[StepUnit]:
         """Plan for ranks that need not exist; nothing of this optimizer changes. See :meth:`Planner.imagine`."""
-        return self.planner.imagine(self.param_groups, units, replicated, self.plan)
+        return self.planner.imagine(self.param_groups, units, replicated, self.plan, offloaded)
 
     # --- the step -----------------------------------------------------------------------------------------------
 

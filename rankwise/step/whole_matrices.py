@@ -198,9 +198,17 @@ class _WholeMatrixRule(MatrixRule):
         rows = [self._direction(task, values) for task, values in zip(tasks, stack, strict=True)]
         return rows[0].view(1, -1) if len(rows) == 1 else torch.stack(rows)
 
+    def _state_of(self, task: MatrixTask) -> MatrixState:
+        return self._states.obtain(task.key, partial(self._fresh, task, self.unit.device))
+
+    def states(self, task: MatrixTask) -> MatrixState:
+        """Those of the spec; the count stays on the host."""
+        state = self._state_of(task)
+        return {name: state[name] for name, _ in task.signature.states}
+
     def _direction(self, task: MatrixTask, values: Tensor) -> Tensor:
         signature: _MatrixSignature = task.signature
-        kept = self._states.obtain(task.key, partial(self._fresh, task, values.device))
+        kept = self.on_device(task, self._state_of(task))
         states = {name: how.opened(kept[name], values.dtype) for name, how in signature.states}
         step, group = int(kept[STEP]) + 1, self.groups[signature.group]
         # In memory of its own, of one alignment wherever it lay: libraries round products by how operands are aligned.

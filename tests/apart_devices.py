@@ -59,7 +59,16 @@ class _Dispatch(TorchDispatchMode):
         if name in _COPIES:
             if name == "aten::copy_" and {HOST, DEVICE} <= found.keys():
                 self.places.crossed[str(self.places.of(operands[0]))] += 1
-            return func(*args, **(kwargs or {}))
+            if name == "aten::_foreach_copy_":
+                for target, source in zip(args[0], args[1], strict=True):
+                    place = self.places.of(source)
+                    if place is not None and self.places.of(target) is None:
+                        self.places.put(target, place)
+            copy = func(*args, **(kwargs or {}))
+            place = self.places.of(operands[0])
+            if name == "aten::_to_copy" and place is not None and (kwargs or {}).get("device") is None:
+                self.places.put(copy, place)
+            return copy
         # As on a real device, which takes numbers of the host.
         alike = {place for place, operand in found.items() if place == DEVICE or (place and operand.dim())}
         if len(alike) > 1:
