@@ -46,7 +46,7 @@ def steps_in_place(unit: StepUnit, product: torch.dtype) -> Callable[[Sequence[O
     """
     if unit.is_offloaded:
         return None
-    return orthogonal_steps_for(unit.device, unit.dtype, product, unit.cautious, unit.layout.is_whole_run)
+    return orthogonal_steps_for(unit.device, unit.dtype, product, unit.layout.is_whole_run)
 
 
 class MARSRule(MatrixRule):

@@ -120,8 +120,10 @@ class Reports:
         balance = f", owners' load max/mean {max(loads) / mean:.2f}" if mean else ""
         held = self.state_bytes(states)
         sent = sum(exchange.bytes_per_gather for exchange in exchanges)
+        far = dict.fromkeys(exchange.link.device.type for exchange in exchanges if exchange.link is not None)
+        place = f"; offloaded matrices are multiplied on {', '.join(far)}" if far else ""
         return (
-            f"rankwise {self._spec.name}: {self._shares()}{balance}{self._product_types()}; state on this rank "
+            f"rankwise {self._spec.name}: {self._shares()}{balance}{self._product_types()}{place}; state on this rank "
             f"{held['element'] / 2**20:.1f} MiB by element and {held['matrix'] / 2**20:.1f} MiB in matrices; "
             f"{sent / 2**20:.2f} MiB sent to owners per step"
         )
@@ -145,7 +147,7 @@ class Reports:
 
     def _product_types(self) -> str:
         spec = self._spec
-        product_types = [spec.product_type(unit.device, unit.dtype) for unit in self._planner.units.values()]
+        product_types = [spec.product_type(unit.work_device, unit.dtype) for unit in self._planner.units.values()]
         types = dict.fromkeys(dtype for dtype in product_types if dtype is not None)
         if not types:
             return ""

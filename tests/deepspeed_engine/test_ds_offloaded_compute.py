@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import ds_harness as ds
 import numpy as np
@@ -22,32 +22,38 @@ ZERO: dict[str, dict[str, Any]] = {
 }
 
 
+class Outcome(NamedTuple):
+    """What a run ended with, the bytes that its last step sent up and down, and those that were planned."""
+
+    weights: dict[str, np.ndarray]
+    crossed: tuple[int, int]
+    planned: tuple[int, int]
+
+
 def _job(name: str, zero: dict[str, Any], wish: str) -> ds.Job:
     # Whatever else large runs switch on: clipping and accumulation are the harness's.
     params = {**ds.TYPES[name], "offload_compute": wish, "skip_nonfinite": name == "LDAdam"}
     return ds.Job(name, params, config={"zero_optimization": {**zero, "offload_optimizer": {"device": "cpu"}}})
 
 
-def _trained(rank: int, world: int, job: ds.Job, folder: str, other: ds.Job) -> tuple[dict[str, np.ndarray], Any]:
-    """Weights and a hash of the states; in the middle the run is saved, and another job goes on with it."""
+def _trained(rank: int, world: int, job: ds.Job, folder: str, other: ds.Job | None = None) -> Outcome:
+    """Weights and a hash of the states; if there is another job, it goes on in the middle with what the first saved."""
     engine = ds.engine_of(job, world)
-    for step in range(STEPS // 2):
-        ds.train_step(engine, rank, world, step)
-    engine.save_checkpoint(folder)
-    engine.destroy()
-    engine = ds.engine_of(other, world)
-    engine.load_checkpoint(folder)
-    for step in range(STEPS // 2, STEPS - 1):
+    for step in range(STEPS - 1):
+        if other is not None and step == STEPS // 2:
+            engine.save_checkpoint(folder)
+            engine.destroy()
+            engine = ds.engine_of(other, world)
+            engine.load_checkpoint(folder)
         ds.train_step(engine, rank, world, step)
     before = _crossed(engine.basic_optimizer)
     ds.train_step(engine, rank, world, STEPS - 1)
     after, own = _crossed(engine.basic_optimizer), estimate(engine.basic_optimizer)[rank]
     due = (STEPS - 1) % own.period == 0
-    crossed = after[0] - before[0], after[1] - before[1]
     planned = own.bytes_up + due * own.periodic_up, own.bytes_down + due * own.periodic_down
-    found = {**ds.model_weights(engine), "digest": np.array(ds.digest(engine.basic_optimizer))}
+    weights = {**ds.model_weights(engine), "digest": np.array(ds.digest(engine.basic_optimizer))}
     engine.destroy()
-    return found, (crossed, planned)
+    return Outcome(weights, (after[0] - before[0], after[1] - before[1]), planned)
 
 
 def _crossed(optimizer: Any) -> tuple[int, int]:
@@ -55,29 +61,40 @@ def _crossed(optimizer: Any) -> tuple[int, int]:
     return sum(link.bytes_up for link in links), sum(link.bytes_down for link in links)
 
 
-def _all(rank: int, world: int, zero: dict[str, Any], folder: str) -> list[Any]:
+def _all(rank: int, world: int, names: tuple[str, ...], zero: dict[str, Any], folder: str) -> list[list[Outcome]]:
     """For each type the run on the host, that on the device, and one that changes over in the middle."""
     found = []
-    for name in NAMES:
+    for name in names:
         host, device = _job(name, zero, "host"), _job(name, zero, "device")
-        runs = ((host, host), (device, device), (device, host))
-        found.append([_trained(rank, world, *(job, f"{folder}/{name}-{n}", to)) for n, (job, to) in enumerate(runs)])
+        runs: tuple[tuple[Any, ...], ...] = ((host,), (device,), (device, host), (host, device))
+        some = runs if names == NAMES else runs[:3]
+        found.append([_trained(rank, world, job, f"{folder}/{name}-{n}", *to) for n, (job, *to) in enumerate(some)])
     return found
 
 
+CELLS = [("stage 2", ("MARS-M", "MKOR")), ("sub-groups", ("LDAdam",))]
+
+
 @pytest.mark.parametrize(
-    "place",
-    [pytest.param(name, marks=[] if name in ("stage 2", "sub-groups") else pytest.mark.exhaustive) for name in ZERO],
+    ("place", "names"),
+    [
+        *(pytest.param(*cell, id=cell[0], marks=pytest.mark.slow) for cell in CELLS),
+        *(pytest.param(place, NAMES, id=f"{place}, all", marks=pytest.mark.exhaustive) for place in ZERO),
+    ],
 )
-def test_the_bits_are_those_of_the_host_and_the_bytes_those_planned(place: str, tmp_path: Any) -> None:
-    for rank in run_ranks(2, _all, ZERO[place], str(tmp_path)):
-        for name, ((stayed, at_home), *others) in zip(NAMES, rank, strict=True):
-            assert at_home[0] == others[1][1][0] == (0, 0), name
-            for found, _ in others:
-                assert [key for key, values in stayed.items() if not np.array_equal(values, found[key])] == [], name
-            crossed, planned = others[0][1]
-            assert crossed == planned, name
-            assert max(crossed) > 0, name
+def test_the_bits_are_those_of_the_host_and_the_bytes_those_planned(
+    place: str, names: tuple[str, ...], tmp_path: Any
+) -> None:
+    sent = 0
+    for rank in run_ranks(2, _all, names, ZERO[place], str(tmp_path)):
+        for name, (stayed, *others) in zip(names, rank, strict=True):
+            assert stayed.crossed == others[1].crossed == (0, 0), name
+            for other in others:
+                differ = [key for key, own in stayed.weights.items() if not np.array_equal(own, other.weights[key])]
+                assert differ == [], name
+            assert others[0].crossed == others[0].planned, name
+            sent += sum(others[0].crossed)
+    assert sent
 
 
 def _broken(rank: int, world: int) -> list[bool]:
@@ -96,5 +113,6 @@ def _broken(rank: int, world: int) -> list[bool]:
     return found
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_leaves_everything_as_it_was() -> None:
     assert run_ranks(2, _broken) == [[True, True]] * 2

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import sha256
+from itertools import count
 from typing import Any, NamedTuple
 
 import apart_devices
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from rankwise import MARS, MKOR, LDAdam
 from rankwise.comm import host_link
+from rankwise.comm.host_link import HostLink
 from rankwise.estimate import estimate
 from rankwise.kernels.native import building
 from rankwise.layout.layout_source import WorkPlace
@@ -114,6 +116,39 @@ def test_ranks_have_the_bits_of_the_host_and_the_planned_bytes(name: str, layout
     place = list(WITH_MATRICES).index(name) * len(LAYOUTS) + LAYOUTS.index(layout)
     for rank in _outcomes(2):
         _check(*rank[place])
+
+
+@pytest.mark.parametrize("place", ["bring", "fetch"])
+@pytest.mark.parametrize("name", ["mars-muon", "ldadam-ef"])
+def test_a_step_that_fails_on_the_way_is_no_step(name: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under ``skip_nonfinite``, which has copies of everything: in the second batch, on either way."""
+    case = WITH_MATRICES[name]
+    case = replace(case, options={**case.options, "offload_compute": "device", "skip_nonfinite": True})
+    undisturbed, framework = (_Offloaded("flat", case, torch.float32) for _ in range(2))
+    for step in range(3):
+        undisturbed.step()
+        if step == 1:
+            before, carry = _everything(framework), getattr(HostLink, place)
+            calls = count(1)
+
+            def fail(*args: Any, calls: Any = calls, carry: Any = carry) -> Any:
+                if next(calls) == 3:
+                    raise torch.OutOfMemoryError("no memory on the device")
+                return carry(*args)
+
+            with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+                patched.setattr(HostLink, place, fail)
+                framework.step()
+            assert _everything(framework) == before
+        framework.step()
+        assert _everything(framework) == _everything(undisturbed)
+
+
+def _everything(framework: Framework) -> dict[str, str]:
+    optimizer = framework.optimizer
+    states = {**dict(enumerate(optimizer.state.values())), **optimizer.matrix_states.everything()}
+    found = {f"{key} {name}": _digest(value) for key, state in states.items() for name, value in state.items()}
+    return found | {f"{piece.key} {piece.start}": _digest(own) for piece, own in framework.pieces()}
 
 
 @contextmanager
