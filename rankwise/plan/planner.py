@@ -323,7 +323,7 @@ class Planner:
         place = self._imagined_place if layout.imagined else self.source.work_place(unit.layout.group)
         unit.on_host = place is not None
         if place is not None and computes_on_device(self.spec, place.device, unit, tasks):
-            how = (place.device, unit.dtype, wire, None, HostLink(place.device), place.group)
+            how: tuple[Any, ...] = (place.device, unit.dtype, wire, None, HostLink(place.device), place.group)
         else:
             how = (unit.device, unit.dtype, wire, alone or None, None, None)
         unit.exchange = MatrixExchange(layout, plan, *how)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from apart_devices import DEVICE, HOST
 from ranks import once, run_ranks
-from simulated import CASES, Case, Framework, world_group
+from simulated import CASES, Case, Framework, Model, world_group
 from torch import Tensor
 
 from rankwise import MARS, MKOR, LDAdam
@@ -72,6 +72,11 @@ def _run(name: str, layout: str, rank: int, world: int, wish: str) -> Outcome:
     for key, state in optimizer.matrix_states.everything().items():
         values |= {f"{key} {state_name}": _digest(value) for state_name, value in state.items()}
     own = estimate(optimizer)[rank]
+    if layout == "narrowed" and not name.startswith("mkor"):  # which leaves out what was never seen
+        ahead = estimate(case.optimizer(Model(torch.float32)), world, stage=2, alignment=2, offloaded=True)[rank]
+        assert (ahead.bytes_up, ahead.bytes_down, ahead.periodic_down) == (
+            *(own.bytes_up, own.bytes_down, own.periodic_down),
+        ), "before any rank is there"
     due = (STEPS - 1) % own.period == 0
     return Outcome(values, crossed, (own.bytes_up + due * own.periodic_up, own.bytes_down + due * own.periodic_down))
 
