@@ -27,12 +27,14 @@ class Architecture:
         blocks: Weights that hold several matrices, by pattern.
         whole: Patterns of weights that are one matrix, or a stack of such.
         fallback: Patterns of weights that are none: embeddings, heads, routers, convolutions.
+        heads: Weights that are one matrix, or one for each head with ``split_heads``, by pattern.
     """
 
     build: Callable[[], nn.Module]
     blocks: Mapping[str, FusedShape]
     whole: tuple[str, ...] = ()
     fallback: tuple[str, ...] = field(default=("*embed*", "*lm_head.*"))
+    heads: Mapping[str, FusedShape] = field(default_factory=dict)
 
 
 def hf(kind: str, **values: Any) -> Callable[[], nn.Module]:
@@ -77,6 +79,17 @@ def gated(size: int, **how: Any) -> FusedShape:
     return FusedShape((("gate", size), ("up", size)), **how)
 
 
+def alone(*names: str, fewer: int = 4, size: int = 8, dim: int = -2) -> dict[str, FusedShape]:
+    """Layers of queries, keys and values of their own; keys and values may have fewer heads."""
+    counts = dict(zip("qkv", (4, fewer, fewer), strict=True))
+    return {
+        f"*.{name}.weight": FusedShape(((part, counts[part] * size),), dim, heads=(counts[part],))
+        for part, name in zip("qkv", names, strict=False)
+    }
+
+
+_APART = alone("q_proj", "k_proj", "v_proj")
+_SHARE = alone("q_proj", "k_proj", "v_proj", fewer=2)
 _QKV_APART = ("*.q_proj.weight", "*.k_proj.weight", "*.v_proj.weight", "*.o_proj.weight")
 _MLP_APART = ("*.gate_proj.weight", "*.up_proj.weight", "*.down_proj.weight")
 _DENSE = ("*.dense.weight", "*.dense_h_to_4h.weight", "*.dense_4h_to_h.weight")
@@ -101,6 +114,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         (*_GPT2, "*.q_attn.weight"),
         _TABLES,
+        heads=alone("q_attn", dim=-1),
     ),
     "nanoGPT": Architecture(foreign.nano_gpt, {"*.c_attn.weight": EQUAL}, ("*.c_proj.weight",), ()),
     "GPT-NeoX, Pythia": Architecture(
@@ -111,6 +125,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {},
         (*_QKV_APART[:3], "*.out_proj.weight", "*.fc_in.weight", "*.fc_out.weight"),
         ("*wte.weight", "*lm_head.*"),
+        heads=_APART,
     ),
     "CodeGen": Architecture(
         hf("CodeGenForCausalLM", **{**_OLD, "n_head": 8}, rotary_dim=2),
@@ -124,7 +139,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "GPT-BigCode without multi-query": Architecture(
         hf("GPTBigCodeForCausalLM", **_OLD, multi_query=False), {"*.c_attn.weight": PER_HEAD}, _GPT2, _TABLES
     ),
-    "Llama, Mistral": Architecture(hf("LlamaForCausalLM", **_SHARED), {}, (*_QKV_APART, *_MLP_APART)),
+    "Llama, Mistral": Architecture(hf("LlamaForCausalLM", **_SHARED), {}, (*_QKV_APART, *_MLP_APART), heads=_SHARE),
     "Llama, Qwen with fused projections": Architecture(
         foreign.fused_llama,
         {"*.qkv_proj.weight": FEWER, "*.gate_up_proj.weight": gated(48)},
@@ -132,7 +147,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         (),
     ),
     "Qwen (first)": Architecture(foreign.qwen, {"*.c_attn.weight": EQUAL}, ("*.c_proj.weight",), ()),
-    "Qwen 2, Qwen 3": Architecture(hf("Qwen3ForCausalLM", **_SHARED, head_dim=8), {}, (*_QKV_APART, *_MLP_APART)),
+    "Qwen 2, Qwen 3": Architecture(
+        hf("Qwen3ForCausalLM", **_SHARED, head_dim=8), {}, (*_QKV_APART, *_MLP_APART), heads=_SHARE
+    ),
     "Phi-3, Phi-4": Architecture(
         hf("Phi3ForCausalLM", **_SHARED),
         {"*.qkv_proj.weight": FEWER, "*.gate_up_proj.weight": gated(48)},
@@ -142,6 +159,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         hf("Glm4ForCausalLM", **_SHARED, head_dim=8),
         {"*.gate_up_proj.weight": gated(48)},
         (*_QKV_APART, "*.down_proj.weight"),
+        heads=_SHARE,
     ),
     "ChatGLM 2, 3": Architecture(foreign.chat_glm, {"*.query_key_value.weight": FEWER}, ("*.dense.weight",), ()),
     "Baichuan": Architecture(foreign.baichuan, {"*.W_pack.weight": EQUAL}, ("*.o_proj.weight",), ()),
@@ -173,9 +191,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         _DENSE,
     ),
     "Persimmon": Architecture(hf("PersimmonForCausalLM", **_PLAIN), {"*.query_key_value.weight": PER_HEAD}, _DENSE),
-    "StableLM": Architecture(hf("StableLmForCausalLM", **_SHARED), {}, (*_QKV_APART, *_MLP_APART)),
-    "OLMo": Architecture(hf("OlmoForCausalLM", **_SHARED), {}, (*_QKV_APART, *_MLP_APART)),
-    "Nemotron": Architecture(hf("NemotronForCausalLM", **_SHARED), {}, (*_QKV_APART, *_MLP_APART[1:])),
+    "StableLM": Architecture(hf("StableLmForCausalLM", **_SHARED), {}, (*_QKV_APART, *_MLP_APART), heads=_SHARE),
+    "OLMo": Architecture(hf("OlmoForCausalLM", **_SHARED), {}, (*_QKV_APART, *_MLP_APART), heads=_SHARE),
+    "Nemotron": Architecture(hf("NemotronForCausalLM", **_SHARED), {}, (*_QKV_APART, *_MLP_APART[1:]), heads=_SHARE),
     "DBRX": Architecture(
         hf(
             "DbrxForCausalLM",
@@ -198,18 +216,21 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"*.experts.gate_up_proj": gated(48)},
         (*_QKV_APART, "*.experts.down_proj"),
         _ROUTED,
+        heads=_SHARE,
     ),
     "Qwen 2 MoE": Architecture(
         hf("Qwen2MoeForCausalLM", **_MOE, num_experts=4, shared_expert_intermediate_size=16),
         {"*.experts.gate_up_proj": gated(16)},
         (*_QKV_APART, *_MLP_APART, "*.experts.down_proj"),
         (*_ROUTED, "*.shared_expert_gate.weight"),
+        heads=_SHARE,
     ),
     "Qwen 3 MoE": Architecture(
         hf("Qwen3MoeForCausalLM", **_MOE, num_experts=4, head_dim=8),
         {"*.experts.gate_up_proj": gated(16)},
         (*_QKV_APART, "*.experts.down_proj"),
         _ROUTED,
+        heads=_SHARE,
     ),
     "Qwen 3 Next": Architecture(
         hf("Qwen3NextForCausalLM", **{**_MOE, **_DELTA}, num_experts=4, shared_expert_intermediate_size=16),
@@ -223,6 +244,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         (*_QKV_APART[1:], "*.out_proj.weight", *_MLP_APART, "*.experts.down_proj"),
         (*_ROUTED, "*.shared_expert_gate.weight", "*.conv1d.weight"),
+        heads=_SHARE,
     ),
     "Qwen 3.5": Architecture(
         hf("Qwen3_5ForCausalLM", **{**_SHARED, **_DELTA}),
@@ -232,12 +254,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         (*_QKV_APART[1:], "*.in_proj_[zab].weight", "*.out_proj.weight", *_MLP_APART),
         (*_HEADS, "*.conv1d.weight"),
+        heads=_SHARE,
     ),
     "gpt-oss": Architecture(
         hf("GptOssForCausalLM", **_SHARED, num_local_experts=4, num_experts_per_tok=2, head_dim=8),
         {"*.experts.gate_up_proj": gated(1, dim=-1, groups=48)},
         (*_QKV_APART, "*.experts.down_proj"),
         (*_HEADS, "*.router.weight", "*_bias"),
+        heads=_SHARE,
     ),
     "Llama 4": Architecture(
         hf(
@@ -248,9 +272,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"*.experts.gate_up_proj": gated(48, dim=-1)},
         (*_QKV_APART, *_MLP_APART, "*.experts.down_proj"),
         (*_HEADS, "*.router.weight"),
+        heads=_SHARE,
     ),
-    "DeepSeek-V2": Architecture(hf("DeepseekV2ForCausalLM", **_LATENT), _MLA, _MLA_WHOLE, _ROUTED),
-    "DeepSeek-V3, Kimi K2": Architecture(hf("DeepseekV3ForCausalLM", **_LATENT), _MLA, _MLA_WHOLE, _ROUTED),
+    "DeepSeek-V2": Architecture(
+        hf("DeepseekV2ForCausalLM", **_LATENT), _MLA, _MLA_WHOLE, _ROUTED, heads=alone("q_b_proj", size=10)
+    ),
+    "DeepSeek-V3, Kimi K2": Architecture(
+        hf("DeepseekV3ForCausalLM", **_LATENT), _MLA, _MLA_WHOLE, _ROUTED, heads=alone("q_b_proj", size=10)
+    ),
     "Mamba": Architecture(
         hf("MambaForCausalLM", vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4),
         {"*.in_proj.weight": FusedShape((("x", 64), ("z", 64)))},
@@ -272,8 +301,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"*.conv.in_proj.weight": FusedShape((("B", 32), ("C", 32), ("x", 32)))},
         (*_QKV_APART[:3], "*.out_proj.weight", "*.w[123].weight"),
         (*_HEADS, "*.conv.conv.weight"),
+        heads=_SHARE,
     ),
-    "BERT": Architecture(hf("BertForMaskedLM", **_PLAIN), {}, _BERT),
+    "BERT": Architecture(hf("BertForMaskedLM", **_PLAIN), {}, _BERT, heads=alone("query", "key", "value")),
     "ModernBERT": Architecture(
         hf("ModernBertForMaskedLM", **_PLAIN),
         {"*.Wqkv.weight": EQUAL, "*.Wi.weight": gated(48)},
@@ -287,12 +317,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         {},
         ("*.[qkvo].weight", "*.w[io].weight"),
         ("shared.weight", "*relative_attention_bias*"),
+        heads=alone("q", "k", "v"),
     ),
     "ViT of transformers": Architecture(
         hf("ViTModel", **{**_PLAIN, "image_size": 8, "patch_size": 4}),
         {},
         ("*.[qkvo]_proj.weight", "*.fc[12].weight", "*dense.weight"),
         ("*embed*",),
+        heads=_APART,
     ),
     "ViT of timm": Architecture(foreign.vision, {"*.qkv.weight": EQUAL}, ("*.proj.weight",), ()),
     "SAM": Architecture(

@@ -52,6 +52,12 @@ the queries, gates and decays of gated delta nets.
 Latent attention's `kv_a_proj_with_mqa` has two blocks: what keys and values are made of, and the part of all heads'
 keys that has positions. Its `q_b_proj` is one matrix, because both of its parts are queries.
 
+With `"split_heads": true` each attention head is a matrix, in fused weights and in layers of queries, keys or values
+alone (`q_proj`, `wq`, `query`, `q_b_proj`, Megatron's `linear_q_up_proj` and their like), where the modules tell the
+number of heads. One line at the start says how many heads of which layers became matrices; if none did, that is an
+error. A head's keys and values in `kv_b_proj` or `wkv_b` are two matrices; `"blocks": {"*kv_b_proj.weight": "groups"}`
+makes one of them, as DeepSeek's and Kimi's recipes in DeepSpeed and torchtitan do.
+
 | model | fused weights and their blocks | one matrix (or a stack) | fallback |
 |---|---|---|---|
 """
@@ -62,6 +68,7 @@ _TAIL = """
 | weight | blocks |
 |---|---|
 | `linear_qkv` | per key head: q, k, v; with `attention_output_gate`: q, gate, k, v |
+| `linear_q`; `linear_q_proj`, `linear_q_up_proj` of latent attention | one; with `split_heads` one per head |
 | `linear_kv` of cross-attention | per head: k, v |
 | `linear_kv_down_proj` | kv, k_rope |
 | `linear_kv_up_proj` | per head: k, v |
@@ -85,7 +92,8 @@ The table shows the validation loss of the small GPT of `make train`. Its only f
 |---|---|---|---|
 {rows}
 This is one seed without a search of rates: differences below 0.01 say nothing. Heads have 32 rows here. LDAdam at rank
-32 saves nothing on such a matrix, so its weights keep their blocks.
+32 saves nothing on such a matrix, so its weights kept their blocks; `split_heads` is refused today where no weight has
+heads that fit the rule.
 """
 
 

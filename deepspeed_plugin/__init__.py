@@ -10,7 +10,7 @@ module                   names of
 ``layouts``              ZeRO's optimizers: flat buffers, groups, positions, the loss scale
 ``state_access``         what DeepSpeed attaches to parameters, and its functions that read states through it
 ``sub_groups``           ZeRO-3's sub-groups
-``auto_tp``              AutoTP: its layers and their shards (``tensor_parallel_shards``)
+``auto_tp``              AutoTP: its layers and their shards (``affine_maps``)
 ``pipeline``, ``losses`` pipeline engines, and the loss that ``backward`` is given
 ``monitor``              the monitors that health is written to
 ``trainer_defaults``     what Hugging Face's Trainer fills into the JSON

@@ -2,7 +2,7 @@
 
 DeepSpeed cuts the model while an engine is built, and changes what modules say of their heads: names, roles, shapes and
 the matrices of fused weights are read before. How each weight was cut follows from DeepSpeed's map for its universal
-checkpoints (:mod:`deepspeed_plugin.tensor_parallel_shards`); some elements of every weight are compared with what they
+checkpoints (:mod:`deepspeed_plugin.affine_maps`); some elements of every weight are compared with what they
 were before.
 """
 
@@ -20,10 +20,11 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from deepspeed_plugin.tensor_parallel_shards import TensorParallelShard, tensor_parallel_shard
+from deepspeed_plugin.affine_maps import tensor_parallel_shard
 from rankwise.layout.agreement import together
 from rankwise.layout.layout import LayoutError
 from rankwise.layout.layout_source import TensorParallel
+from rankwise.layout.tensor_parallel_shards import TensorParallelShard
 from rankwise.routing.roles import ParameterInfo, Role, attach_info, describe, info_of
 from rankwise.statistics.linear_views import LinearShape, LinearView, SummedPart, views_of
 

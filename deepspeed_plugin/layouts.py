@@ -21,10 +21,10 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from deepspeed_plugin import auto_tp
-from deepspeed_plugin.tensor_parallel_shards import TensorParallelShard
 from rankwise.comm.local_groups import host_group
 from rankwise.layout.layout import LayoutError
 from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents, WorkPlace
+from rankwise.layout.tensor_parallel_shards import TensorParallelShard
 from rankwise.statistics.hooks import Describe
 from rankwise.statistics.linear_views import describe_linear
 from rankwise.step.optimizer import ShardedOptimizer

@@ -7,7 +7,6 @@ from math import prod
 from re import split
 from typing import NamedTuple
 
-import torch
 from rich.markup import escape
 from rich.table import Table
 
@@ -154,12 +153,11 @@ def _state_bytes(optimizer: ShardedOptimizer) -> dict[str, int]:
     name_of = optimizer.table.base_name
 
     for unit in imagined_units(optimizer, 1, 1):
-        work = optimizer.step_costs(unit)
         for key, shape in unit.layout.shapes.items():
             width = sum((dtype or unit.dtype).itemsize for dtype in unit.parameters[key].states.values())
             sizes[name_of(key)] += prod(shape) * width
         batches = [] if unit.exchange is None else unit.exchange.plan.batches
         for task in (task for batch in batches for task in batch.tasks):
-            states = work.matrix_state(task, torch.device("meta"))
-            sizes[name_of(task.parts[0])] += sum(state.nbytes for state in states.values())
+            stored = unit.stored_states(task).values()
+            sizes[name_of(task.parts[0])] += sum(state.nbytes(unit.dtype) for state in stored)
     return sizes

@@ -32,17 +32,17 @@ from megatron_patches.resuming import misfit, options_record, overrides, settle_
 from megatron_patches.takeover import TAKEOVER, Takeover, find_takeovers, taken_over
 from megatron_patches.whole_files import common_state, require_whole
 from rankwise.checkpoint.named_vectors import (
-    SlicePlace,
     common_step,
     owned_states,
     resume,
-    slice_places,
+    state_parts,
     stored_shards,
 )
 from rankwise.layout.dtensors import is_sharded
 from rankwise.layout.layout import Shard
 from rankwise.mkor.factor_schedule import joined, without_factors
 from rankwise.saving.changed_blocks import start_afresh, without_blocks
+from rankwise.states.declared_states import StatePart
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["explained_load", "load_sharded", "sharded_state"]
@@ -80,7 +80,7 @@ def sharded_state(wrapper: MegatronOptimizer, is_loading: bool, model_state: Any
     state: dict[str, Any] = {TAKEOVER: Takeover(wrapper, model_state)} if is_loading and model_state else {}
     if inner is None:
         return state
-    places = slice_places(inner)
+    parts = state_parts(inner)
     state |= {
         RECORD: {
             "identity": inner.identity,
@@ -93,7 +93,7 @@ def sharded_state(wrapper: MegatronOptimizer, is_loading: bool, model_state: Any
         },
         "elements": {str(index): _sharded(piece, is_loading) for index, piece in enumerate(_pieces(wrapper))},
         "matrices": {
-            f"{key}/{name}": _matrix_state(inner, key, name, value, places.get(key))
+            f"{key}/{name}": _matrix_state(inner, name, value, parts.get(key, {}).get(name, StatePart(key)))
             for key, values in owned_states(inner).items()
             for name, value in values.items()
         },
@@ -345,26 +345,20 @@ def _sharded(piece: _Piece, is_loading: bool) -> ShardedTensor:
     )
 
 
-def _matrix_state(
-    inner: ShardedOptimizer, key: str, name: str, value: Tensor, place: SlicePlace | None
-) -> ShardedTensor:
+def _matrix_state(inner: ShardedOptimizer, name: str, value: Tensor, part: StatePart) -> ShardedTensor:
     """Return a state of a matrix, or this rank's slice of it, as a sharded tensor."""
     # Megatron's tensors have at least one dimension.
     data = value.reshape(1) if value.dim() == 0 else value
-    if place is None:
-        place = SlicePlace(key, 0, 1, {})
-    axis = place.axes.get(name)
-    shape, offset, cuts = list(data.shape), [0] * data.dim(), [1] * data.dim()
-    if axis is not None:
-        offset[axis], cuts[axis] = place.index * shape[axis], place.count
-        shape[axis] *= place.count
+    offset, cuts = [0] * data.dim(), [1] * data.dim()
+    if part.axis is not None:
+        offset[part.axis], cuts[part.axis] = part.number * data.shape[part.axis], part.slices
     return ShardedTensor(
-        key=f"{_prefix(inner)}.matrix.{name}.{place.whole}",
+        key=f"{_prefix(inner)}.matrix.{name}.{part.whole}",
         data=data,
         dtype=data.dtype,
         local_shape=tuple(data.shape),
-        global_shape=tuple(shape),
+        global_shape=part.whole_shape(tuple(data.shape)),
         global_offset=tuple(offset),
         axis_fragmentations=tuple(cuts),
-        replica_id=_copy(inner, place.whole, place.index if axis is None else 0),
+        replica_id=_copy(inner, part.whole, part.number if part.axis is None else 0),
     )

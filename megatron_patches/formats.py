@@ -42,7 +42,7 @@ def refuse_format(args: Any, name: str, cls: type[ShardedOptimizer]) -> None:
         reason = "with --use-distributed-optimizer it has room for the two moments of Adam alone"
     elif getattr(args, "rankwise_layer_wise", False):
         reason = "of the layer-wise optimizer it would hold one data-parallel rank's parameters alone"
-    elif copies > 1 and cls.spec_class.matrix_state_names:
+    elif copies > 1 and cls.spec_class.matrix_states:
         reason = f"{copies} ranks share the states of the matrices, of which it would hold one rank's alone"
     if reason is not None:
         raise SupportError(f"--ckpt-format torch is invalid with --optimizer {name}: {reason}; {_FIX}")
@@ -59,7 +59,7 @@ def holder(wrapper: MegatronOptimizer) -> tuple[int, int] | None:
     assert isinstance(layout, MegatronLayout)
     world = dist.get_world_size(layout.group)
     dealt = layout.layer_wise or layout.sharded or isinstance(wrapper, DistributedOptimizer)
-    return (inner.planner.rank, world) if world > 1 and (dealt or inner.spec.matrix_state_names) else None
+    return (inner.planner.rank, world) if world > 1 and (dealt or inner.spec.matrix_states) else None
 
 
 def refuse_holder(wrapper: MegatronOptimizer, saved: tuple[int, int] | None) -> None:

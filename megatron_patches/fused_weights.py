@@ -83,6 +83,22 @@ def _latent_up(weight: _Weight) -> FusedShape | None:
     return _per_head(weight, ("k", weight.number("qk_head_dim")), ("v", weight.number("v_head_dim")))
 
 
+def _queries(weight: _Weight) -> FusedShape | None:
+    """Return the queries of cross-attention, one head below the other."""
+    return _one_part(weight, weight.number("kv_channels"))
+
+
+def _latent_queries(weight: _Weight) -> FusedShape | None:
+    """Return the queries of latent attention, each with its rotary part, one head below the other."""
+    return _one_part(weight, weight.number("qk_head_dim") + weight.number("qk_pos_emb_head_dim"))
+
+
+def _one_part(weight: _Weight, size: int) -> FusedShape | None:
+    heads = weight.number("num_attention_heads")
+    here, left = divmod(weight.rows, size) if size else (0, 1)
+    return None if left or not here or heads % here else FusedShape((("q", weight.rows),), heads=(here,))
+
+
 def _per_head(weight: _Weight, *parts: tuple[str, int]) -> FusedShape | None:
     if not all(size for _, size in parts) or weight.rows % sum(size for _, size in parts):
         return None
@@ -145,6 +161,9 @@ def _delta_net(weight: _Weight) -> FusedShape | None:
 
 _LAYOUTS: dict[str, Callable[[_Weight], FusedShape | None]] = {
     "linear_qkv": _attention,
+    "linear_q": _queries,
+    "linear_q_proj": _latent_queries,
+    "linear_q_up_proj": _latent_queries,
     "linear_kv": _cross_attention,
     "linear_kv_down_proj": _latent_down,
     "linear_kv_up_proj": _latent_up,

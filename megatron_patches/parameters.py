@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -13,9 +12,9 @@ from torch.nn import Parameter
 from megatron_patches.cuts import WHOLE, ParameterCut, declared_cuts, equal_sections, marked_cut
 from megatron_patches.fused_weights import fused_parts
 from megatron_patches.groups import ParallelGroups
-from rankwise.intervals import Interval
 from rankwise.layout.layout import LayoutError
 from rankwise.layout.layout_source import Slice
+from rankwise.layout.tensor_parallel_shards import TensorParallelShard
 from rankwise.routing.roles import ParameterInfo, Role, attach_info
 
 __all__ = ["ModelParameter", "bare_model", "describe_chunks", "is_expert"]
@@ -69,22 +68,8 @@ class ModelParameter:
             end: Element behind the last one.
             copy: Number of the shard's data-parallel copy.
         """
-        if self.dim is None:
-            return (Slice(self.info.name, start, end, 0, None, copy * self.ways + self.rank),)
-        if self.dim == 1:
-            width = self.local_shape[1]
-            columns = (self.rank * width, (self.rank + 1) * width) if self.ways > 1 else None
-            return (Slice(self.info.name, start, end, 0, columns, copy),)
-        row = prod(self.local_shape[1:])
-        slices, first = [], 0
-        for rows in self.sections or self.local_shape[:1]:
-            numel = rows * row
-            held = Interval(start, end).common(first, first + numel)
-            if held.length:
-                shift = first * (self.ways - 1) + self.rank * numel
-                slices.append(Slice(self.info.name, *held.shifted(shift), held.start - start, None, copy))
-            first += numel
-        return tuple(slices)
+        shard = TensorParallelShard.cut(self.local_shape, self.dim, self.rank, self.ways, self.sections)
+        return tuple(shard.slices(self.info.name, start, end, 0, copy))
 
 
 def bare_model(chunk: nn.Module) -> nn.Module:

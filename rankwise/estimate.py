@@ -134,7 +134,7 @@ def estimate_units(optimizer: ShardedOptimizer, units: Sequence[StepUnit]) -> li
 
 def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstimate]) -> None:
     layout, costs, itemsize = unit.layout, optimizer.step_costs(unit), unit.dtype.itemsize
-    borrowed, counted = [0] * layout.world_size, optimizer.spec.counted_states
+    borrowed = [0] * layout.world_size
     for shares, count, kept in element_states(unit):
         for holder, held in shares.items():
             rank = ranks[holder]
@@ -144,31 +144,32 @@ def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstima
     if unit.exchange is not None:
         plan = unit.exchange.plan
         for batch in plan.batches:
-            # Tasks that are stacked begin with states of the same shapes.
-            states = costs.matrix_state(batch.tasks[0], META)
+            # Tasks that are stacked have states of the same shapes.
+            stored = unit.stored_states(batch.tasks[0])
+            sizes = {name: state.nbytes(unit.dtype) for name, state in stored.items()}
             for task in batch.tasks:
                 owner = ranks[plan.owners[task.key]]
                 owner.flops += task.cost
                 owner.matrix_flops += task.cost
-                if unit.on_host:
-                    lent = sum(value.nbytes for name, value in states.items() if name not in counted)
+                if unit.collectives.on_host:
+                    lent = sum(size for name, size in sizes.items() if not stored[name].state.counted)
                     owner.bytes_up += lent
                     owner.periodic_down += lent
                     owner.periodic_up += itemsize * costs.brought(task)
-                for name, state in states.items():
+                for name, size in sizes.items():
                     keeper = ranks[plan.keepers.get((task.key, name), plan.owners[task.key])]
-                    keeper.matrix_state_bytes += state.nbytes
+                    keeper.matrix_state_bytes += size
                     if keeper is not owner:
                         # The state goes to the owner in every step, and back after steps that change it.
-                        keeper.bytes_sent += state.nbytes
-                        owner.periodic_bytes += state.nbytes
-                        borrowed[plan.owners[task.key]] += state.nbytes
+                        keeper.bytes_sent += size
+                        owner.periodic_bytes += size
+                        borrowed[plan.owners[task.key]] += size
             for elements in costs.together(batch):
                 for partner in batch.partners:
                     ranks[partner].bytes_sent += elements * itemsize
                     ranks[partner].collectives += 1
         _send(ranks, matrix_volume(unit.exchange.layout, plan, unit.exchange.wire, costs.reply))
-        if unit.on_host:
+        if unit.collectives.on_host:
             for rank, crossing in zip(
                 ranks, link_volume(unit.exchange.layout, plan, itemsize, costs.reply), strict=True
             ):
@@ -266,12 +267,9 @@ def imagined_units(
     Raises:
         ValueError: The stage is unknown.
     """
-    replicated = stage == 0 and world > 1
-    contents = imagined_contents(optimizer, world, stage, alignment)
-    units = optimizer.imagine(contents, replicated=replicated, offloaded=offloaded)
-    for unit in units:
-        unit.spends_gradients = stage > 0 and not offloaded  # as DeepSpeed and Megatron do
-    return units
+    contents, replicated = imagined_contents(optimizer, world, stage, alignment), stage == 0 and world > 1
+    # As DeepSpeed and Megatron do.
+    return optimizer.imagine(contents, replicated, spends_gradients=stage > 0, offloaded=offloaded)
 
 
 def imagined_contents(

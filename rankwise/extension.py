@@ -27,8 +27,9 @@ from rankwise.options.constructor import options_as_keywords
 from rankwise.options.fields import Options, option
 from rankwise.options.validation import OptionError
 from rankwise.routing.roles import ParameterInfo, Route
+from rankwise.states.declared_states import State
 from rankwise.step.element_wise import ElementOptimizer, ElementSpec
-from rankwise.step.whole_matrices import MatrixOptimizer, MatrixSpec, State
+from rankwise.step.whole_matrices import MatrixOptimizer, MatrixSpec
 
 __all__ = [
     "ElementOptimizer",

@@ -130,6 +130,12 @@ LAYERS = {
         bias=False,
         shards=(((0, 13),), ((13, 26),)),
     ),
+    # A layer of queries alone: three heads of six rows, of which tensor parallelism cuts the second.
+    "lone_heads": Layer(
+        {f"q{head}": [*range(6 * head, 6 * head + 6)] for head in range(3)},
+        FusedShape((("q", 18),), heads=(3,)),
+        shards=(((0, 9),), ((9, 18),)),
+    ),
 }
 # Those of which each head is a matrix.
 HEADS = {"*_heads.weight": "heads"}
@@ -147,6 +153,8 @@ CASES: dict[str, tuple[Callable[..., ShardedOptimizer], dict[str, Any]]] = {
 def with_a_row_moved(name: str) -> FusedShape:
     """A layer's table, but that a row (of each head) of its second part is given to the first."""
     known = LAYERS[name].fused
+    if len(known.parts) == 1:  # or two heads instead of three
+        return FusedShape(known.parts, known.dim, heads=(known.heads[0] - 1,))
     (first, one), (second, other), *rest = known.parts
     if other == 1:
         return FusedShape(((first, known.groups + 1), (second, known.groups - 1)), known.dim)

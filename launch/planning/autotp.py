@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -11,7 +10,7 @@ from torch import nn
 from rankwise.estimate import cut_by_stage
 from rankwise.launch.planning.cluster import Cluster
 from rankwise.launch.planning.fsdp import tensor_parallel_dims
-from rankwise.launch.planning.megatron import Part, slices_of_part
+from rankwise.launch.planning.megatron import Part
 from rankwise.layout.layout_source import TensorContents
 
 __all__ = ["contents_under_autotp", "parts_under_autotp"]
@@ -60,9 +59,9 @@ def contents_under_autotp(parts: list[Part], cluster: Cluster, alignment: int) -
         copy = data if cluster.stage == 0 else 0
         for rank in range(cluster.tp):
             slices = [
-                replace(piece, offset=run.offset + piece.offset)
+                piece
                 for run in runs
-                for piece in slices_of_part(parts_by_name[run.key], cluster.tp, rank, run.start, run.end, copy)
+                for piece in parts_by_name[run.key].slices(cluster.tp, rank, (run.start, run.end), run.offset, copy)
             ]
             contents_of_ranks.append([TensorContents(0, tuple(slices))])
     return contents_of_ranks

@@ -18,6 +18,7 @@ from megatron_patches.fused_weights import fused_parts
 from rankwise.launch.planning.cluster import Cluster
 from rankwise.launch.planning.model_shapes import Sizes
 from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents, TensorParallel
+from rankwise.layout.tensor_parallel_shards import TensorParallelShard
 from rankwise.routing.fused_shape import FusedShape
 
 __all__ = [
@@ -25,7 +26,6 @@ __all__ = [
     "StageSource",
     "Wrapped",
     "rank_contents",
-    "slices_of_part",
     "stage_model",
     "stage_parts",
     "vocabulary",
@@ -63,6 +63,12 @@ class Part(NamedTuple):
     def shard(self, tp: int) -> int:
         """Return the number of elements on one tensor-parallel rank."""
         return math.prod(self.shape) // (1 if self.dim is None else tp)
+
+    def slices(self, tp: int, rank: int, run: tuple[int, int], offset: int, copy: int) -> list[Slice]:
+        """Return a run of elements of a tensor-parallel rank's shard in terms of the parameter."""
+        local = tuple(size // tp if axis == self.dim else size for axis, size in enumerate(self.shape))
+        sections = (local[0] // self.strips,) * self.strips
+        return TensorParallelShard.cut(local, self.dim, rank, tp, sections).slices(self.name, *run, offset, copy)
 
 
 def vocabulary(sizes: Sizes, tp: int) -> int:
@@ -276,9 +282,8 @@ def rank_contents(
                 start, end = held.get(part.name, (0, 0)) if cluster.distributed else (0, part.shard(cluster.tp))
                 if start < end:
                     copy = 0 if cluster.distributed else data
-                    contents.append(
-                        TensorContents(groups[part.name], slices_of_part(part, cluster.tp, rank, start, end, copy))
-                    )
+                    slices = part.slices(cluster.tp, rank, (start, end), 0, copy)
+                    contents.append(TensorContents(groups[part.name], tuple(slices)))
             contents_of_ranks.append(contents)
     return contents_of_ranks
 
@@ -331,21 +336,3 @@ def _shard(buckets: Sequence[_Range], ways: int, rank: int) -> Iterator[tuple[st
             low, high = max(start, first), min(end, first + size)
             if low < high:
                 yield name, (low - start, high - start)
-
-
-def slices_of_part(part: Part, tp: int, rank: int, start: int, end: int, copy: int) -> tuple[Slice, ...]:
-    """Return elements of a flattened shard in terms of the parameter, as ``megatron_patches.parameters`` does."""
-    if part.dim is None:
-        return (Slice(part.name, start, end, 0, None, copy * tp + rank),)
-    if part.dim == 1:
-        width = part.shape[1] // tp
-        columns = (rank * width, (rank + 1) * width) if tp > 1 else None
-        return (Slice(part.name, start, end, 0, columns, copy),)
-    numel = part.shard(tp) // part.strips
-    slices = []
-    for strip in range(part.strips):
-        low, high = max(start, strip * numel), min(end, (strip + 1) * numel)
-        if low < high:
-            shift = (strip * (tp - 1) + rank) * numel
-            slices.append(Slice(part.name, low + shift, high + shift, low - start, None, copy))
-    return tuple(slices)

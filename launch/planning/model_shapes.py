@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["KNOWN", "Sizes", "active_parameters", "build", "from_config", "sizes_of", "with_function"]
+__all__ = ["CONFIGS", "KNOWN", "Sizes", "active_parameters", "build", "from_config", "sizes_of", "with_function"]
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,33 @@ KNOWN: Mapping[str, Sizes] = {
     "mixtral-8x22b": Sizes("llama", 56, 6144, 48, 8, 16384, 32768, 65536, False, 8, 16384, 2),
 }
 """Sizes of GPT-2, Llama 3.1 and 3.2, and Mixtral, by name."""
+_LATENT = {
+    **{"model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "intermediate_size": 18432},
+    **{"moe_intermediate_size": 2048, "q_lora_rank": 1536, "kv_lora_rank": 512, "num_experts_per_tok": 8},
+    **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_shared_experts": 1},
+}
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3-8b": {
+        **{"model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+    },
+    "gpt-oss-20b": {
+        **{"model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 24, "intermediate_size": 2880},
+        **{"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088},
+        **{"num_local_experts": 32, "num_experts_per_tok": 4},
+    },
+    "deepseek-v3": {
+        **_LATENT,
+        **{"num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280, "n_routed_experts": 256},
+        **{"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4},
+    },
+    "kimi-k2": {
+        **_LATENT,
+        **{"num_attention_heads": 64, "num_key_value_heads": 64, "vocab_size": 163840, "n_routed_experts": 384},
+        **{"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    },
+}
+"""Hugging Face's configurations of models of other families, by name; Megatron's names for them are not known here."""
 
 
 def sizes_of(config: Mapping[str, Any]) -> Sizes:
@@ -166,6 +193,8 @@ def build(text: str) -> tuple[nn.Module, Mapping[str, Any] | None]:
     """
     if text in KNOWN:
         return from_config(KNOWN[text].config())
+    if text in CONFIGS:
+        return from_config(CONFIGS[text])
     if with_function(text):
         return _from_function(text), None
     path = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
@@ -173,8 +202,8 @@ def build(text: str) -> tuple[nn.Module, Mapping[str, Any] | None]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(
-            f"model is {text!r}: it must be {', '.join(KNOWN)}, the path of a Hugging Face config.json, or "
-            "module:function of a function that returns the model"
+            f"model is {text!r}: it must be {', '.join((*KNOWN, *CONFIGS))}, the path of a Hugging Face config.json, "
+            "or module:function of a function that returns the model"
         ) from error
     except ValueError as error:
         raise ValueError(f"model is {text!r}, which is no readable JSON file: {error}") from error

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-import torch
 from torch import nn
 
 from rankwise.comm.exchange import MatrixExchange
@@ -122,9 +121,7 @@ def _units_of_zero(optimizer: ShardedOptimizer, model: nn.Module, cluster: Clust
     parts = parts_under_autotp(model, parameters, cluster.tp)
     optimizer.attach(StageSource(cluster))
     contents = contents_under_autotp(parts, cluster, _DEEPSPEED_ALIGNMENT)
-    units = optimizer.imagine([contents], offloaded=cluster.offloaded)
-    for unit in units:
-        unit.spends_gradients = cluster.stage > 0 and not cluster.offloaded
+    units = optimizer.imagine([contents], spends_gradients=cluster.stage > 0, offloaded=cluster.offloaded)
     return units, sum(part.shard(cluster.tp) for part in parts)
 
 
@@ -213,16 +210,16 @@ def _estimates(
     for unit in units:
         if unit.exchange is None:
             continue
-        plan, work = unit.exchange.plan, optimizer.step_costs(unit)
-        found.pipelines.append(pipeline_of(unit.exchange, work, places))
+        plan = unit.exchange.plan
+        found.pipelines.append(pipeline_of(unit.exchange, optimizer.step_costs(unit), places))
         found.exchanges.append((unit.exchange, places))
         found.owners.update({key: places[owner] for key, owner in plan.owners.items()})
         found.lent += len(plan.keepers)
         for batch in plan.batches:
-            states = work.matrix_state(batch.tasks[0], torch.device("meta"))
+            stored = unit.stored_states(batch.tasks[0])
             for task in batch.tasks:
                 together: Counter[int] = Counter()
-                for name, state in states.items():
-                    together[plan.keepers.get((task.key, name), plan.owners[task.key])] += state.nbytes
+                for name, state in stored.items():
+                    together[plan.keepers.get((task.key, name), plan.owners[task.key])] += state.nbytes(unit.dtype)
                 found.largest = max(found.largest, (max(together.values(), default=0), task.key))
     return estimate_units(optimizer, units)

@@ -8,7 +8,6 @@ vectors: :func:`saved_vectors` of every rank's file are merged, and :func:`resto
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from math import prod
@@ -23,6 +22,7 @@ from rankwise.layout.chunked_vectors import CheckpointError, ChunkedVector, Name
 from rankwise.layout.dtensors import local_view
 from rankwise.layout.layout import Shard
 from rankwise.plan.kept_states import initial_part
+from rankwise.states.declared_states import StatePart
 from rankwise.states.matrix_states import MatrixState, kept_by
 from rankwise.states.optimizer_spec import MOMENTS
 from rankwise.states.packed_states import PackedValues, packed_in, values_of
@@ -31,7 +31,6 @@ from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.updates.remainders import join, split
 
 __all__ = [
-    "SlicePlace",
     "StoredShard",
     "Vectors",
     "common_step",
@@ -41,7 +40,7 @@ __all__ = [
     "restore",
     "resume",
     "saved_vectors",
-    "slice_places",
+    "state_parts",
     "stored_shards",
     "take_moments",
 ]
@@ -61,23 +60,6 @@ class StoredShard(NamedTuple):
     copy: int
     weight: Tensor
     states: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class SlicePlace:
-    """One of the equal slices of a matrix.
-
-    Attributes:
-        whole: Key of the matrix.
-        index: Index of the slice.
-        count: Number of slices.
-        axes: Dimension along which a state is cut, by the state's name; every slice has the other states whole.
-    """
-
-    whole: str
-    index: int
-    count: int
-    axes: Mapping[str, int]
 
 
 def stored_shards(optimizer: ShardedOptimizer, closed: bool = False) -> Iterator[StoredShard]:
@@ -103,28 +85,23 @@ def owned_states(optimizer: ShardedOptimizer) -> dict[str, MatrixState]:
     present = optimizer.matrix_states.everything()
     for unit in optimizer.planned_units:
         if unit.exchange is not None:
-            initial = optimizer.step_costs(unit).matrix_state
             for task in unit.exchange.owned():
                 saved = present.get(task.key, {})
-                if fresh := initial_part(unit, task, saved, initial):
+                if fresh := initial_part(unit, task, saved):
                     states[task.key] = {**fresh, **saved}
             for key, name in kept_by(unit.exchange.plan.keepers, unit.layout.rank, present):
                 states.setdefault(key, {})[name] = present[key][name]
     return states
 
 
-def slice_places(optimizer: ShardedOptimizer) -> dict[str, SlicePlace]:
-    """Places of the slices that this rank owns in their matrices, by the keys of :func:`owned_states`."""
-    places: dict[str, SlicePlace] = {}
-    for unit in optimizer.planned_units:
-        if unit.exchange is None:
-            continue
-        cut_states = optimizer.step_costs(unit).cut_states
-        for task in unit.exchange.owned():
-            if task.whole is not None:
-                matrix = unit.slices[task.whole]
-                places[task.key] = SlicePlace(task.whole, matrix.parts.index(task.key), matrix.count, cut_states(task))
-    return places
+def state_parts(optimizer: ShardedOptimizer) -> dict[str, dict[str, StatePart]]:
+    """The parts that the slices that this rank owns have of states, by the keys and names of :func:`owned_states`."""
+    return {
+        task.key: {name: unit.state_part(task, name) for name in unit.stored_states(task)}
+        for unit in optimizer.planned_units
+        for task in (() if unit.exchange is None else unit.exchange.owned())
+        if task.whole is not None
+    }
 
 
 def common_step(optimizer: ShardedOptimizer) -> int:
@@ -249,7 +226,7 @@ def restore(
     def judged() -> tuple[dict[str, MatrixState], dict[str, Tensor]]:
         _refuse_another_model(optimizer, saved, strict, group)
         matrices = {} if extra is None else _owned_destinations(optimizer, saved)
-        optimizer.saved.fit.refuse_misfits(optimizer, matrices)
+        optimizer.saved.fit.refuse_misfits(matrices)
         return matrices, {} if extra is None and not inherited else _counts(saved)
 
     # If a rank gave up alone, its caller might remove the files while others still look.

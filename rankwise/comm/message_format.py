@@ -71,3 +71,8 @@ class Traffic:
         """Record one collective."""
         self.collectives += 1
         self.bytes += message.numel() * message.element_size()
+
+    def add(self, other: Traffic) -> None:
+        """Record what was counted elsewhere."""
+        self.collectives += other.collectives
+        self.bytes += other.bytes

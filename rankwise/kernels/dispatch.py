@@ -45,12 +45,7 @@ _forced: ModuleType | None = None
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
-    """Return the module whose :data:`FORMS` are the fastest.
-
-    Args:
-        device: Where the tensors lie.
-        dtype: Their type.
-    """
+    """Return the module whose :data:`FORMS` are the fastest."""
     if _forced is not None:
         return _forced
     if device.type == "cpu":
@@ -99,12 +94,7 @@ def orthogonal_steps_for(
 
 
 def quantization_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
-    """Return the module whose functions on codes are the fastest; :mod:`.quantization` describes them.
-
-    Args:
-        device: Where the tensors lie.
-        dtype: Type of the values.
-    """
+    """Return the module whose functions on codes are the fastest; :mod:`.quantization` describes them."""
     chosen = kernels_for(device, dtype)
     if chosen is native:
         return compiled_quantization
@@ -117,10 +107,6 @@ def quantization_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
 
 def product_dtype_for(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Return the type in which matrices are multiplied fast where more digits would be of no use.
-
-    Args:
-        device: Where the matrices lie.
-        dtype: Their type.
 
     Returns:
         bfloat16 where torch's products are faster in it than in float32, else float32. Matrices in float64 are

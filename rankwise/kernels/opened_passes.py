@@ -15,12 +15,7 @@ __all__ = ["norms_with_opened", "run_opened"]
 
 
 def run_opened(update: Pass, run: Callable[[Pass], None]) -> None:
-    """Do a pass some of whose fields are narrow.
-
-    Args:
-        update: The pass.
-        run: Does a pass whose fields are lists of tensors.
-    """
+    """Do a pass some of whose fields are narrow."""
     for place in range(len(update.grads)):
         single = update.only([place])
         narrow = {name: field for name, field in single.fields.items() if isinstance(field, LowPrecisionRuns)}

@@ -26,9 +26,6 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     """Whether torch's products in bfloat16 are faster than those in float32, by what the device says of itself.
 
     Flags decide, not a stop-watch: ranks on machines of one kind must come to one answer. A process asks once.
-
-    Args:
-        device: Device of the matrices.
     """
     if device.type == "cpu":
         return _cpu_multiplies_bfloat16()

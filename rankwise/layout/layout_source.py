@@ -103,11 +103,6 @@ def layout_with(plain: WholeParameters, tensor: Tensor) -> WholeParameters:
 def refuse_unreadable(owner: str, name: str, tensor: Tensor) -> None:
     """Refuse tensors whose values are not where a plain tensor has them.
 
-    Args:
-        owner: Name of the optimizer, for the message.
-        name: Name of the parameter.
-        tensor: The parameter, or what is to be its gradient.
-
     Raises:
         OptionError: The tensor is a subclass that holds its values elsewhere, is flattened and sharded by FSDP, or has
             no values yet.

@@ -52,13 +52,16 @@ def blocks_of(
         layout = layouts[pattern]
         if layout == "none":
             return ()
-        if layout == "heads":
-            if fused is None or not any(fused.heads):
+        if layout in ("heads", "groups"):
+            if fused is None or not (any(fused.heads) if layout == "heads" else fused.groups > 1):
                 rule = f"the attention heads in '{info.own_name}' must be known, but are not"
                 _refuse(owner, pattern, layout, rule, 'write the parts and their heads, e.g. {"q": 1024, "heads": 16}')
+            if layout == "groups":
+                part = "".join(name for name, _ in fused.parts)
+                fused = FusedShape(((part, fused.length),), fused.dim, heads=(fused.groups,))
         else:
             fused = _from_option(owner, info, pattern, layout)
-        split_heads = split_heads or layout == "heads" or (isinstance(layout, Mapping) and "heads" in layout)
+        split_heads |= layout in ("heads", "groups") or (isinstance(layout, Mapping) and "heads" in layout)
     if fused is None or fused.length != info.shape[fused.dim]:
         return ()
     return _blocks(fused, split_heads and not together)

@@ -21,10 +21,6 @@ Moments = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 def shards_step_for(device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
     """LDAdam's step on the shards of many matrices at once, or None where there is no such form.
 
-    Args:
-        device: Device of the tensors.
-        dtype: Type of the tensors.
-
     Returns:
         As :func:`rankwise.ldadam.cuda.low_rank_step.low_rank_step_`.
     """
@@ -36,12 +32,7 @@ def shards_step_for(device: torch.device, dtype: torch.dtype) -> Callable[..., N
 
 
 def moments_for(device: torch.device, dtype: torch.dtype) -> Moments:
-    """:func:`rankwise.ldadam.rule.low_rank_moments`, or its form in one launch.
-
-    Args:
-        device: Device of the tensors.
-        dtype: Type of the tensors.
-    """
+    """:func:`rankwise.ldadam.rule.low_rank_moments`, or its form in one launch."""
     if kernels_for(device, dtype) is not triton:
         return rule.low_rank_moments
     from rankwise.ldadam.cuda.low_rank_moments import low_rank_moments
@@ -50,12 +41,7 @@ def moments_for(device: torch.device, dtype: torch.dtype) -> Moments:
 
 
 def steps_in_place_for(device: torch.device, dtype: torch.dtype) -> StepsInPlace | None:
-    """What steps many whole matrices where they lie, or None where there is no such form.
-
-    Args:
-        device: Device of the tensors.
-        dtype: Type of the tensors.
-    """
+    """What steps many whole matrices where they lie, or None where there is no such form."""
     if kernels_for(device, dtype) is not triton:
         return None
     from rankwise.ldadam.cuda.grouped_matrices import ldadam_matrices_, takes_matrices
@@ -64,12 +50,7 @@ def steps_in_place_for(device: torch.device, dtype: torch.dtype) -> StepsInPlace
 
 
 def computes_stacks(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether matrices are computed in stacks. On CPUs products of stacks are slower, and round otherwise.
-
-    Args:
-        device: Device of the matrices.
-        dtype: Type of the matrices.
-    """
+    """Whether matrices are computed in stacks. On CPUs products of stacks are slower, and round otherwise."""
     return device.type != "cpu" or kernels_for(device, dtype) is triton
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ from rankwise.ldadam.in_place import LowRankStep
 from rankwise.ldadam.signature import LowRankSignature
 from rankwise.ldadam.sliced_formulas import Holders
 from rankwise.ldadam.sliced_matrices import step_slices
-from rankwise.ldadam.spec import SUBSPACE
 from rankwise.ldadam.subspaces import Subspaces
 from rankwise.ldadam.working_shards import WorkingShards, in_reply, reply_of
+from rankwise.states.matrix_states import MatrixState
 from rankwise.step.matrices import MatrixRule, StepMatrices
 
 __all__ = ["LDAdamRule"]
@@ -51,10 +51,9 @@ class LDAdamRule(MatrixRule):
             self._shards.add(bucket, in_place if self._steps_in_place is not None else ())
         return self._shards.sources
 
-    def states(self, task: MatrixTask) -> Mapping[str, Tensor]:
-        """Bases and moments; their counts stay where they are read."""
-        state = self._subspaces.obtain(task)
-        return {name: state[name] for name in SUBSPACE}
+    def states(self, task: MatrixTask) -> MatrixState:
+        """Bases, moments and counts."""
+        return self._subspaces.obtain(task)
 
     def reply(self, batch: Batch) -> Reply:
         """The factors, or elements of their products."""

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from rankwise.comm.owner_plan import Batch, MatrixTask
 from rankwise.kernels import graphs
 from rankwise.kernels.dispatch import is_for_cpus
@@ -22,13 +19,13 @@ from rankwise.ldadam.signature import LowRankSignature, scratch_alone, scratch_o
 from rankwise.ldadam.sliced_formulas import Holders, exchanged
 from rankwise.ldadam.sliced_matrices import holders_of
 from rankwise.ldadam.spec import LDAdamSpec
-from rankwise.ldadam.subspaces import Subspaces, fresh_state
+from rankwise.ldadam.subspaces import Subspaces
 from rankwise.ldadam.working_shards import reply_of
 from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError
 from rankwise.plan.notes import Note
 from rankwise.plan.step_costs import ScratchMemory, StepCosts, tables
-from rankwise.plan.step_unit import Bucket, StepUnit
+from rankwise.plan.step_unit import Bucket, Collectives, StepUnit
 from rankwise.states.matrix_states import MatrixState
 from rankwise.step.first_order import fallback_step
 from rankwise.step.matrices import StepMatrices, step_matrices
@@ -77,7 +74,7 @@ class LDAdam(ShardedOptimizer):
             found.pop("kept_bases")
         return found
 
-    def plan(self, unit: StepUnit) -> None:
+    def plan(self, unit: StepUnit) -> Collectives:
         """See the base class: every matrix, or its slices."""
         slices = self._slices(unit)
         tasks = []
@@ -93,7 +90,7 @@ class LDAdam(ShardedOptimizer):
             tasks += [MatrixTask(part, (part,), signature, cost / matrix.count, key) for part in matrix.parts]
         # Those that lie whole on their owner are then stepped together; a captured step takes stacks of them.
         form = steps_in_place_for(unit.device, unit.dtype)
-        self.planner.choose_owners(unit, tasks, slices, alone=form is not None and not self.spec.capturable)
+        return self.planner.choose_owners(unit, tasks, slices, alone=form is not None and not self.spec.capturable)
 
     def _signature(self, unit: StepUnit, key: str) -> LowRankSignature:
         """Signature of a whole matrix."""
@@ -125,9 +122,6 @@ class LDAdam(ShardedOptimizer):
     def step_costs(self, unit: StepUnit) -> StepCosts:
         """See the base class: the returned factors, and what owners of slices tell each other."""
 
-        def matrix_state(task: MatrixTask, device: torch.device) -> MatrixState:
-            return self._fresh(torch.empty(0, dtype=unit.dtype, device=device), task.signature)
-
         def together(batch: Batch) -> tuple[int, ...]:
             signature: LowRankSignature = batch.signature
             if signature.cut is None:
@@ -136,12 +130,10 @@ class LDAdam(ShardedOptimizer):
             sizes = exchanged(signature.cut, signature.short, signature.long, signature.rank)
             return tuple(matrices * size for size in sizes)
 
-        alone = partial(scratch_alone, narrow=any(self.spec.subspace_types.values()))
+        alone = partial(scratch_alone, narrow=self.spec.has_narrow_subspaces)
         return StepCosts(
             reply=partial(reply_of, unit, self.step_groups),
-            matrix_state=matrix_state,
             together=together,
-            cut_states=_cut_states,
             scratch=ScratchMemory(partial(self._sums, unit), alone, scratch_of_a_stack),
         )
 
@@ -169,11 +161,10 @@ class LDAdam(ShardedOptimizer):
     def _matrix_rule(self, unit: StepUnit, matrices: Sequence[Bucket]) -> LDAdamRule:
         unstepped = self._unstepped if self.working_tensors.counts_on_device(unit) else None
         followed = unit.notes.obtain(_MOVED_SHAPES, set)
-        like = torch.empty(0, dtype=unit.dtype, device=unit.device)
 
-        def fresh(signature: LowRankSignature) -> MatrixState:
+        def fresh(task: MatrixTask) -> MatrixState:
             graphs.refuse_capture(unit.device, "the first step of a matrix")
-            return self._fresh(like, signature)
+            return unit.fresh_states(task)
 
         of_states = self.matrix_states, self.step_groups, self.health, fresh
         subspaces = Subspaces(*of_states, self.spec, followed, unstepped)
@@ -183,11 +174,3 @@ class LDAdam(ShardedOptimizer):
             return holders_of(self.planner.source.tensor_parallel.group, unit.traffic)
 
         return LDAdamRule(StepMatrices(unit, matrices, self.step_groups, self.health), subspaces, holders)
-
-    def _fresh(self, like: Tensor, signature: LowRankSignature) -> MatrixState:
-        return fresh_state(like, signature, self.spec.count_device(like), self.spec.subspace_types)
-
-
-def _cut_states(task: MatrixTask) -> dict[str, int]:
-    signature: LowRankSignature = task.signature
-    return {"long": {"exp_avg": 1, "exp_avg_sq": 1}, "short": {"basis": 0}}.get(signature.cut or "", {})

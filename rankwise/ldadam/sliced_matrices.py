@@ -26,12 +26,7 @@ _AXES = dict(zip(SUBSPACE, ("short", "long", "long"), strict=True))
 
 
 def holders_of(group: dist.ProcessGroup | None, traffic: Traffic) -> Holders:
-    """The sums and gathers of the ranks that own slices of the same matrices.
-
-    Args:
-        group: Group of these ranks.
-        traffic: Counts the messages.
-    """
+    """The sums and gathers of the ranks that own slices of the same matrices."""
 
     def add(values: Tensor) -> Tensor:
         values = values.contiguous()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,6 @@ from rankwise.ldadam.in_place import InPlace, LowRankStep, StepsInPlace
 from rankwise.ldadam.rule import followed_basis
 from rankwise.ldadam.signature import ELEMENTS_AT_ONCE, LowRankSignature
 from rankwise.ldadam.spec import SUBSPACE, LDAdamSpec
-from rankwise.states.element_states import StateTypes
 from rankwise.states.matrix_states import MatrixState, MatrixStates, keep_narrow_
 from rankwise.step.health import Health
 from rankwise.updates.adamw import Scalar, Step
@@ -27,7 +27,6 @@ from rankwise.updates.adamw import Scalar, Step
 __all__ = [
     "Subspaces",
     "Triple",
-    "fresh_state",
 ]
 
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -35,25 +34,6 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 _Past = tuple[int, float] | None
 """Steps that a matrix has taken, and the ``beta1`` of the last; None: only the device knows, but not a first step."""
-
-
-def fresh_state(like: Tensor, signature: LowRankSignature, counts: torch.device, types: StateTypes) -> MatrixState:
-    """A subspace and its moments before the first step.
-
-    Args:
-        like: Tensor of the computation's type, on the device of the states.
-        signature: Signature of the matrix.
-        counts: Device of the counts.
-        types: Types of the states; None means that of the computation.
-    """
-    moment = signature.rank, signature.long
-    shapes = dict(zip(SUBSPACE, ((signature.short, signature.rank), moment, moment), strict=True))
-    return {
-        **{name: like.new_zeros(shape, dtype=types[name]) for name, shape in shapes.items()},
-        "step": torch.zeros((), dtype=torch.int64, device=counts),
-        # That of the last step, with which the momentum in the error buffer is weighted. Where the count is.
-        "beta1": torch.zeros((), dtype=torch.float64, device=counts),
-    }
 
 
 class Subspaces:
@@ -78,7 +58,7 @@ class Subspaces:
         states: MatrixStates,
         groups: Sequence[Mapping[str, Any]],
         health: Health,
-        fresh: Callable[[LowRankSignature], MatrixState],
+        fresh: Callable[[MatrixTask], MatrixState],
         spec: LDAdamSpec,
         followed: set[tuple[int, ...]],
         unstepped: set[str] | None,
@@ -90,7 +70,7 @@ class Subspaces:
     def obtain(self, task: MatrixTask) -> MatrixState:
         """A matrix's states."""
         known = task.key in self._states
-        state = self._states.obtain(task.key, lambda: self._fresh(task.signature))
+        state = self._states.obtain(task.key, partial(self._fresh, task))
         if self._unstepped is not None and not known and int(state["step"]) == 0:
             self._unstepped.add(task.key)
         return self.on_device(task, state)
@@ -136,7 +116,7 @@ class Subspaces:
         Returns:
             Places of those that are to be stepped otherwise.
         """
-        opens = any(self._spec.subspace_types.values())
+        opens = self._spec.has_narrow_subspaces
         left, rotation, kept = self._step_opened(tasks, jobs, form) if opens else form.step(jobs)
         stepped = [job for place, job in enumerate(jobs) if place not in left]
         if stepped:

@@ -24,7 +24,7 @@ from rankwise.mars.spec import MARSSpec
 from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError, called_or
 from rankwise.plan.step_costs import ScratchMemory, StepCosts, tables
-from rankwise.plan.step_unit import AT_ONCE, Bucket, StepUnit, joined, portion_sizes, portions, spans
+from rankwise.plan.step_unit import AT_ONCE, Bucket, Collectives, StepUnit, joined, portion_sizes, portions, spans
 from rankwise.states.element_states import offset_runs
 from rankwise.states.entries import Entry
 from rankwise.step.first_order import adamw_step
@@ -120,7 +120,7 @@ class MARS(ShardedOptimizer):
                 unit.states.views(self.state, "next_reference", [entry])[0].zero_()
         self._recorded = True
 
-    def plan(self, unit: StepUnit) -> None:
+    def plan(self, unit: StepUnit) -> Collectives:
         """See the base class: the matrices that are orthogonalised."""
         tasks = []
         for key in unit.keys("matrix"):
@@ -133,7 +133,7 @@ class MARS(ShardedOptimizer):
         product = self.spec.product_type(unit.device, unit.dtype)
         # Those that lie whole on their owner are then stepped together.
         alone = product is not None and steps_in_place(unit, product) is not None
-        self.planner.choose_owners(unit, tasks, alone=alone)
+        return self.planner.choose_owners(unit, tasks, alone=alone)
 
     def step_costs(self, unit: StepUnit) -> StepCosts:
         """See the base class: the norms of the corrected gradients."""

@@ -38,12 +38,7 @@ class MomentumSignature(NamedTuple):
 
 
 def steps_in_place(unit: StepUnit, product: torch.dtype) -> Callable[[Sequence[OrthogonalStep]], None] | None:
-    """What steps a unit's matrices where they lie, or None.
-
-    Args:
-        unit: Their unit.
-        product: Type of the products.
-    """
+    """What steps a unit's matrices where they lie, or None."""
     if unit.is_offloaded:
         return None
     return orthogonal_steps_for(unit.device, unit.dtype, product, unit.layout.is_whole_run)

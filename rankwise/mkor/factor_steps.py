@@ -145,7 +145,7 @@ class FactorSteps:
             position_of = {identity: position for position, *members in key for identity in members}
             positions = [position_of[id(tensor)] for tensor in old.tensors]
             new = planner.new_unit(optimizer, groups, old.tensors, positions, old.planned_groups)
-            new.traffic = old.total_traffic
+            new.traffic.add(old.total_traffic)
 
     def _drop_untouched(self, keys: Sequence[str]) -> None:
         """Drop the states of matrices that are left out if their factors are still the identity."""

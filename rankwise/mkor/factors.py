@@ -29,7 +29,7 @@ __all__ = ["KroneckerFactors"]
 
 
 class KroneckerFactors:
-    """Creates, moves and applies the factors; the states stay with their owner.
+    """Moves and applies the factors; the states stay with their owner.
 
     Args:
         options: Options of MKOR.
@@ -56,23 +56,6 @@ class KroneckerFactors:
     def computes_singly(device: torch.device, dtype: torch.dtype) -> bool:
         """Whether :meth:`apply_to_one` takes gradients of this type on this device."""
         return precondition_into_for(device, dtype) is not None
-
-    def fresh(self, signature: LayerSignature, device: torch.device) -> MatrixState:
-        """Return identity factors, none for too long a side, and a count of factor steps that failed in a row."""
-        dtype = getattr(torch, self._options.factor_dtype)
-        lengths = {name: (length, 0) for name, length in signature.lefts.items()}
-        lengths["right"] = (signature.inputs, int(signature.has_bias))
-        state = {
-            name: torch.eye(length + extra, dtype=dtype, device=device)
-            for name, (length, extra) in lengths.items()
-            if length <= self._options.max_factor_dim
-        }
-        return {**state, "failures": torch.zeros((), dtype=torch.int32, device=device)}
-
-    def lendable(self, task: MatrixTask) -> dict[str, int]:
-        """Return the bytes of a matrix's factors, which another rank may keep; the count of failures stays."""
-        state = self.fresh(task.signature, torch.device("meta"))
-        return {name: value.nbytes for name, value in state.items() if name != "failures"}
 
     def move(
         self,

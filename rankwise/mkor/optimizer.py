@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rankwise.comm.message_format import Traffic
@@ -26,8 +25,7 @@ from rankwise.options.constructor import options_as_keywords
 from rankwise.plan.kept_states import fetch_kept_states, refuse_stranded, return_kept_states
 from rankwise.plan.notes import Note
 from rankwise.plan.step_costs import ScratchMemory, StepCosts
-from rankwise.plan.step_unit import Bucket, StepUnit
-from rankwise.states.matrix_states import MatrixState
+from rankwise.plan.step_unit import Bucket, Collectives, StepUnit
 from rankwise.statistics.collector import Collector
 from rankwise.statistics.factor_vectors import LayerVectors
 from rankwise.statistics.hooks import Capture, Describe
@@ -214,20 +212,20 @@ class MKOR(ShardedOptimizer):
 
     # --- plan ---------------------------------------------------------------------------------------------------
 
-    def plan(self, unit: StepUnit) -> None:
+    def plan(self, unit: StepUnit) -> Collectives:
         """Plan the owners of the captured matrices, unless the backend has taken over."""
         self.statistics.require()
         self.statistics.follow_exchanged()
         if self.switch.is_over:
-            return
+            return Collectives()
         table = self.table
         listens = self.needs_capture
         tasks = matrix_tasks(unit, self.statistics.records, table) if listens else uncaptured_tasks(unit, table)
         product = self._factors.product_type(unit.device, unit.dtype)
         # Matrices that lie whole on their owner are then stepped together.
         alone = self._factors.together(unit.device, unit.dtype, product) is not None
-        self.planner.choose_owners(unit, tasks, alone=alone, lendable=self._factors.lendable)
         self.factor_steps.watch(unit, tasks)
+        return self.planner.choose_owners(unit, tasks, alone=alone)
 
     def _unit(self) -> StepUnit:
         self.statistics.join_replicas()
@@ -244,16 +242,12 @@ class MKOR(ShardedOptimizer):
         elements = sum(task.signature.outputs + task.signature.inputs + 2 for task in tasks)
         return StepCosts(
             sums=(2,) if self.options.backend == "lamb" else (),
-            matrix_state=self._fresh,
             periodic=self._periodic_messages(unit, elements * unit.dtype.itemsize),
             period=self.options.interval,
             brought=_vectors_of if self.needs_capture else lambda task: 0,
             scratch=ScratchMemory(alone=_scratch_of, stacked=_scratch_of, spends_stack=True),
             scalars=(8,) * (bool(tasks) and not unit.layout.all_hold) + (16,) * self.switch.watches(unit),
         )
-
-    def _fresh(self, task: MatrixTask, device: torch.device) -> MatrixState:
-        return self._factors.fresh(task.signature, device)
 
     def _periodic_messages(self, unit: StepUnit, size: int) -> tuple[int, ...]:
         if self.switch.is_over or not size or not self.needs_capture:
@@ -288,7 +282,7 @@ class MKOR(ShardedOptimizer):
         if unit.exchange is None:
             return buckets
         refuse_stranded(unit, self.matrix_states, "failures")
-        fetch_kept_states(unit, self.matrix_states, self._fresh)
+        fetch_kept_states(unit, self.matrix_states)
         unit.notes[_MOVED] = list(due)
         matrices = StepMatrices(unit, buckets, self.param_groups, self.health)
         rule = MKORRule(matrices, self._first_order, self._factors, self.matrix_states, vectors)

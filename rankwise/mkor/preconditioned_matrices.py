@@ -96,7 +96,7 @@ class MKORRule(MatrixRule):
 
     def states(self, task: MatrixTask) -> MatrixState:
         """The factors, and how often they failed."""
-        return self._state_of(task)
+        return self._states.obtain(task.key, partial(self.unit.fresh_states, task))
 
     def changes_states(self, task: MatrixTask) -> bool:
         """Whether factors are due."""
@@ -186,8 +186,7 @@ class MKORRule(MatrixRule):
         return places_by_decay
 
     def _state_of(self, task: MatrixTask) -> MatrixState:
-        fresh = partial(self._factors.fresh, task.signature, self.unit.device)
-        return self.on_device(task, self._states.obtain(task.key, fresh))
+        return self.on_device(task, self.states(task))
 
     def _brought(self, vectors: LayerVectors) -> LayerVectors:
         assert self.unit.exchange is not None and self.unit.exchange.link is not None

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
+from rankwise.comm.owner_plan import MatrixTask
 from rankwise.mkor.backends import FirstOrder
 from rankwise.mkor.factors import KroneckerFactors
+from rankwise.mkor.layer_signature import LayerSignature
 from rankwise.mkor.options import MKOROptions
 from rankwise.routing.roles import ParameterInfo, Role, Route, RoutingPolicy, Rule
+from rankwise.states.declared_states import MatrixForm, State, scalar
 from rankwise.states.element_states import StateTypes
 from rankwise.states.optimizer_spec import OptimizerSpec
 
 __all__ = ["MKORSpec"]
+
+
+def _factor_of(axis: int) -> Callable[[int, int, Mapping[str, Any]], tuple[int, int] | None]:
+    """The shape of the factor of the outputs (0) or inputs (1); None where there are too many."""
+
+    def shape(outputs: int, inputs: int, group: Mapping[str, Any]) -> tuple[int, int] | None:
+        side = (outputs, inputs)[axis]
+        return (side, side) if side <= group["max_factor_dim"] else None
+
+    return shape
+
+
+def _identity(zeros: Tensor) -> None:
+    zeros.fill_diagonal_(1.0)
 
 
 class MKORSpec(OptimizerSpec):
@@ -22,14 +40,17 @@ class MKORSpec(OptimizerSpec):
 
     Attributes:
         first_order: The backend.
-        factors: Creates factors and says in which type they are multiplied.
+        factors: Moves factors and says in which type they are multiplied.
     """
 
     options: MKOROptions
     health_totals = ("factors_updated", "factors_skipped")
     product_option = "product_dtype"
-    matrix_state_names = ("left", "right", "failures")
-    block_states = ("left",)
+    matrix_states = (
+        State("left", _factor_of(0), _identity, by_block=True, lendable=True),
+        State("right", _factor_of(1), _identity, with_bias=(0, 1), lendable=True),
+        State("failures", scalar, dtype=torch.int32),  # factor steps that failed in a row
+    )
     compared_options = ("rule",)  # it says what factors are the inverses of
     idle_advice: ClassVar[Mapping[str, str]] = {"both sides above": "raise 'max_factor_dim'"}
     sums_cover_fallback = True  # LAMB has a trust ratio per parameter, whatever the parameter's rule
@@ -48,6 +69,11 @@ class MKORSpec(OptimizerSpec):
     def policy(self) -> RoutingPolicy:
         """Routes that give the rule linear weights; embeddings and heads take the backend."""
         return RoutingPolicy(embeddings=False, exclude=self.options.exclude)
+
+    @property
+    def learns_from_modules(self) -> bool:
+        """Whether ``capture`` is still to show the modules."""
+        return not self.options.sketches
 
     def adjust_route(self, info: ParameterInfo, group: Mapping[str, Any], chosen: Route) -> Route:
         """Route parameters that cannot be captured, and matrices without a side for a factor, to the backend."""
@@ -68,13 +94,20 @@ class MKORSpec(OptimizerSpec):
         """Return the states of the first-order backend."""
         return self.kept_as(self.first_order.states, info)
 
-    def matrix_state_shapes(
-        self, info: ParameterInfo, group: Mapping[str, Any]
-    ) -> Mapping[str, Collection[tuple[int, ...]]]:
-        """Return the shapes of the factors; the right one has a side longer by 1 where the bias rides along."""
-        outputs, inputs = info.logical_matrix_shape
-        right = [(inputs, inputs), (inputs + 1, inputs + 1)]
-        return {"left": [(outputs, outputs)], "right": right[:1] if self.options.sketches else right}
+    def form_of(self, task: MatrixTask, info: ParameterInfo) -> MatrixForm:
+        """Return the outputs and inputs of a layer, with its bias and the blocks of its outputs."""
+        layer: LayerSignature = task.signature
+        blocks = {block.name: block.size for block in layer.blocks}
+        return MatrixForm(layer.outputs, layer.inputs, layer.has_bias, blocks)
+
+    def possible_forms(self, info: ParameterInfo) -> Sequence[MatrixForm]:
+        """Return the layer with and without a bias, which a sketch never has."""
+        biases = (False,) if self.options.sketches else (False, True)
+        return [MatrixForm(*info.logical_matrix_shape, bias) for bias in biases]
+
+    def type_of_matrix_state(self, state: State, numel: int) -> torch.dtype | None:
+        """Return the type of factors, which an option names."""
+        return state.dtype or getattr(torch, self.options.factor_dtype)
 
     def product_type(self, device: torch.device, dtype: torch.dtype) -> torch.dtype:
         """Return the type of products with gradients of a type on a device."""

@@ -118,7 +118,7 @@ class StateDtypes(Check):
         return f'"float32", "bfloat16", "int8", a dictionary of them by {", ".join(self.states)}, or None'
 
 
-WORDS = ("qkv", "heads", "none")
+WORDS = ("qkv", "heads", "groups", "none")
 _EXAMPLE = 'write e.g. {"*qkv*": {"q": 4096, "k": 1024, "v": 1024}}'
 _NUMBERS = ("groups", "heads")
 
@@ -136,7 +136,7 @@ class BlockLayouts(ByPattern):
     @property
     def range(self) -> str:
         """The values in words."""
-        return 'dictionary from name patterns to "qkv", "heads", "none", or sizes'
+        return 'dictionary from name patterns to "qkv", "heads", "groups", "none", or sizes'
 
 
 def _layout(pattern: str, layout: Any) -> Any:

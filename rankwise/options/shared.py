@@ -122,9 +122,11 @@ def blocks() -> Any:
         "How fused weights are made of logical matrices, each of which is orthogonalised, projected or preconditioned "
         "for itself, by patterns of whole names; where several match, the last one counts. None: as the modules and "
         'the configuration of the model say. "none": one matrix. "qkv": three equal parts of the outputs. "heads": '
-        'one matrix for each attention head, where they are known. {"q": 4096, "k": 1024, "v": 1024}, or a list: '
-        'outputs of each part in their order; with "groups" those within each of as many repetitions, with "heads" '
-        "the heads of each part within one of them, of which each becomes a matrix.",
+        'one matrix for each attention head, where they are known. "groups": one for each group, with all that it has '
+        "(keys and values of a head in DeepSeek's kv_b_proj). "
+        '{"q": 4096, "k": 1024, "v": 1024}, or a list: outputs of each part in their order; with "groups" those '
+        'within each of as many repetitions, with "heads" the heads of each part within one of them, of which each '
+        "becomes a matrix.",
     )
 
 
@@ -133,7 +135,8 @@ def split_heads() -> Any:
     return option(
         False,
         Flag(),
-        "Each attention head of a fused weight is a matrix of its own, where heads are known and not too small.",
+        "Each attention head is a matrix of its own, in fused weights and in layers of queries, keys or values alone, "
+        "where heads are known and not too small; an error where none is.",
     )
 
 

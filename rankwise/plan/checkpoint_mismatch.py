@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
 
-import torch
 from torch import Tensor
 
 from rankwise.kernels.low_precision_runs import blocks_of
 from rankwise.plan.step_unit import StepUnit
-from rankwise.states.matrix_states import InitialStates
 
 __all__ = ["MisfitError", "check_shape", "refuse_strange"]
 
@@ -45,9 +43,7 @@ def _are_codes(packed: Sequence[int], opened: Sequence[int]) -> bool:
     return tuple(packed) == (numel + blocks_of(0, numel),)
 
 
-def refuse_strange(
-    owner: str, unit: StepUnit, states: Mapping[str, Mapping[str, Tensor]], initial: InitialStates
-) -> None:
+def refuse_strange(owner: str, unit: StepUnit, states: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Compare the states of the matrices that this rank owns with what a planned unit expects.
 
     Raises:
@@ -56,6 +52,6 @@ def refuse_strange(
     for task in unit.exchange.owned() if unit.exchange is not None else ():
         saved = states.get(task.key)
         if saved:
-            for name, expected in initial(task, torch.device("meta")).items():
+            for name, stored in unit.stored_states(task).items():
                 if name in saved:
-                    check_shape(owner, task.key, name, saved[name].shape, [tuple(expected.shape)])
+                    check_shape(owner, task.key, name, saved[name].shape, [stored.stored_shape])

@@ -172,5 +172,5 @@ class GroupChanges:
         spec = self._spec
         info, _ = self._table.catalog[name]
         rule = self._table.choose(info, group).rule
-        matrices = spec.matrix_state_shapes(info, group) if rule == "matrix" and len(info.shape) > 1 else {}
+        matrices = spec.shapes_of_states(info, group) if rule == "matrix" and len(info.shape) > 1 else {}
         return rule, spec.element_states(info, rule, group), matrices

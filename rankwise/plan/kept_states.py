@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import partial
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -18,19 +19,20 @@ from torch import Tensor
 from rankwise.comm.owner_plan import MatrixTask
 from rankwise.plan.notes import Note
 from rankwise.plan.step_unit import StepUnit
-from rankwise.states.matrix_states import InitialStates, MatrixState, MatrixStates
+from rankwise.states.declared_states import StoredState
+from rankwise.states.matrix_states import MatrixState, MatrixStates
 
 __all__ = ["fetch_kept_states", "initial_part", "refuse_stranded", "return_kept_states"]
 
 
 class _KeptState(NamedTuple):
-    """A state that another rank keeps for the owner; ``like`` has its shape and type on the meta device."""
+    """A state that another rank keeps for the owner."""
 
     task: MatrixTask
     state: str
     owner: int
     keeper: int
-    like: Tensor
+    stored: StoredState
 
     def of(self, states: MatrixStates) -> Tensor | None:
         """Return the state, or None if this rank does not have it."""
@@ -41,19 +43,19 @@ _LOANS: Note[list[_KeptState]] = Note("states that their owners do not keep, all
 _BORROWED: Note[list[_KeptState]] = Note("those that are with their owners for the step under way")
 
 
-def fetch_kept_states(unit: StepUnit, states: MatrixStates, initial: InitialStates) -> None:
+def fetch_kept_states(unit: StepUnit, states: MatrixStates) -> None:
     """Complete the states of this rank's matrices for a step; a collective if any rank keeps a state for another."""
-    loans, rank = _loans(unit, initial), unit.layout.rank
+    loans, rank = _loans(unit), unit.layout.rank
     if not loans:
         return
     present = states.everything()
     for loan in loans:
         key = loan.task.key
         if rank == loan.owner or (rank == loan.keeper and key in present):
-            states.take_up(key, partial(initial_part, unit, loan.task, present.get(key, {}), initial))
+            states.take_up(key, partial(initial_part, unit, loan.task, present.get(key, {})))
     # A state that nobody keeps yet is with its owner, who ignores the initial value that it is sent.
     sent = [
-        initial(loan.task, unit.device)[loan.state] if (kept := loan.of(states)) is None else kept
+        loan.stored.fresh(unit.dtype, unit.device) if (kept := loan.of(states)) is None else kept
         for loan in loans
         if loan.keeper == rank
     ]
@@ -101,26 +103,26 @@ def return_kept_states(unit: StepUnit, states: MatrixStates, changed: Collection
             states[loan.task.key].pop(loan.state, None)
 
 
-def initial_part(unit: StepUnit, task: MatrixTask, present: MatrixState, initial: InitialStates) -> MatrixState:
+def initial_part(unit: StepUnit, task: MatrixTask, present: MatrixState) -> MatrixState:
     """States of a matrix that a rank begins with: an owner's own, and those that it keeps for others."""
     assert unit.exchange is not None
     plan = unit.exchange.plan
     owned = plan.owners[task.key] == unit.layout.rank
     return {
-        name: value
-        for name, value in initial(task, unit.device).items()
+        name: stored.fresh(unit.dtype, unit.device)
+        for name, stored in unit.stored_states(task).items()
         if name in present or (owned and not (present and (task.key, name) in plan.keepers))
     }
 
 
-def _loans(unit: StepUnit, initial: InitialStates) -> Sequence[_KeptState]:
+def _loans(unit: StepUnit) -> Sequence[_KeptState]:
     """The states that any rank keeps for another, in the same order on all ranks; planned once."""
     if _LOANS not in unit.notes:
         assert unit.exchange is not None
-        plan, meta = unit.exchange.plan, torch.device("meta")
+        plan = unit.exchange.plan
         tasks = {task.key: task for batch in plan.batches for task in batch.tasks} if plan.keepers else {}
         unit.notes[_LOANS] = [
-            _KeptState(tasks[key], name, plan.owners[key], keeper, initial(tasks[key], meta)[name])
+            _KeptState(tasks[key], name, plan.owners[key], keeper, unit.stored_states(tasks[key])[name])
             for (key, name), keeper in sorted(plan.keepers.items())
         ]
     return unit.notes[_LOANS]
@@ -130,7 +132,8 @@ def _moved(
     unit: StepUnit, loans: Sequence[_KeptState], sent: Sequence[Tensor], back: bool
 ) -> list[tuple[_KeptState, Tensor]]:
     """Exchange states in one all-to-all, ``back`` to their keepers or to their owners; returns those that arrive."""
-    rank, empty = unit.layout.rank, loans[0].like.new_empty(0, device=unit.device)
+    rank, first = unit.layout.rank, loans[0].stored
+    empty = torch.empty(0, dtype=first.dtype or unit.dtype, device=unit.device)
     routes = [(loan.owner, loan.keeper)[:: 1 if back else -1] for loan in loans]
     values = iter(sent)
     outgoing = [(target, next(values).reshape(-1)) for source, target in routes if source == rank]
@@ -142,14 +145,14 @@ def _moved(
     for target, value in outgoing:
         counts_out[target] += value.numel()
     for source, loan in incoming:
-        counts_in[source] += loan.like.numel()
+        counts_in[source] += prod(loan.stored.shape)
     message_out = outgoing[0][1] if len(outgoing) == 1 else torch.cat([empty, *(value for _, value in outgoing)])
     message_in = empty.new_empty(sum(counts_in))
     unit.traffic.count(message_out)
     dist.all_to_all_single(message_in, message_out, counts_in, counts_out, group=unit.layout.group)
-    parts = message_in.split([loan.like.numel() for _, loan in incoming]) if incoming else ()
+    parts = message_in.split([prod(loan.stored.shape) for _, loan in incoming]) if incoming else ()
     # Kernels expect each state to begin at an aligned address, so every one gets memory of its own.
     return [
-        (loan, (part if len(parts) == 1 else part.clone()).view(loan.like.shape))
+        (loan, (part if len(parts) == 1 else part.clone()).view(loan.stored.shape))
         for (_, loan), part in zip(incoming, parts, strict=True)
     ]

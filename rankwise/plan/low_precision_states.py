@@ -159,13 +159,7 @@ class LowPrecisionStates:
     def passes(
         self, bucket: RuleBucket, names: Sequence[str], opened: Mapping[str, list[Tensor]]
     ) -> Iterator[PassPart]:
-        """Cut a bucket into parts that have their states in one form each.
-
-        Args:
-            bucket: The bucket.
-            names: Names of the states.
-            opened: Opened states by name; passes take these as they are.
-        """
+        """Cut a bucket into parts that have their states in one form each; opened ones are taken as they are."""
         narrow = tuple(name for name in names if name not in opened)
         plan = bucket.entries.once(("narrow", narrow), lambda entries: self._cut(entries, narrow))
         wide = {name: opened[name] for name in names if name in opened}

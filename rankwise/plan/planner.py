@@ -25,9 +25,8 @@ from rankwise.layout.layout import LayoutError
 from rankwise.layout.layout_source import LayoutSource, TensorContents, WholeParameters, WorkPlace
 from rankwise.plan.checkpoint_mismatch import refuse_strange
 from rankwise.plan.notes import Note
-from rankwise.plan.state_memory import Lendable, keepers_in
-from rankwise.plan.step_costs import StepCosts
-from rankwise.plan.step_unit import StepUnit, UnitKey
+from rankwise.plan.state_memory import keepers_in
+from rankwise.plan.step_unit import Collectives, StepUnit, UnitKey
 from rankwise.plan.unit_builder import UnitBuilder, device_and_dtype
 from rankwise.plan.work_device import computes_on_device
 from rankwise.states.element_states import ElementStates
@@ -63,11 +62,8 @@ def form_of(tensor: Tensor) -> TensorForm:
 class Planned(Protocol):
     """An optimizer, as its planner sees it while it plans."""
 
-    def plan(self, unit: StepUnit) -> None:
-        """Plan a unit's own collectives; it may call :meth:`Planner.choose_owners` for its matrices."""
-
-    def step_costs(self, unit: StepUnit) -> StepCosts:
-        """Return what a step of a planned unit costs."""
+    def plan(self, unit: StepUnit) -> Collectives:
+        """Plan the collectives of a unit that has none yet; those of matrices by :meth:`Planner.choose_owners`."""
 
 
 class Planner:
@@ -228,38 +224,38 @@ class Planner:
         device = device_and_dtype(tensors or list(self.table.parameters.values()))[0]
         graphs.refuse_capture(device, "the first step")
         key, loads, owner_of = _key_of(tensors, positions), self.loads, dict(self.owner_of)
-        unit = self._builder.build(self.source, groups, tensors, positions, planned_groups)
-        unit.notes[FORMS] = list(map(form_of, tensors))
+        bare = self._builder.build(self.source, groups, tensors, positions, planned_groups)
+        bare.notes[FORMS] = list(map(form_of, tensors))
         if key in self.units:
             self._settle()
-        self.units[key] = unit
+        planned = []
 
         def plan() -> tuple[str, dict[str, str], str]:
-            self._refuse_other_shapes(unit)
-            optimizer.plan(unit)
+            self._refuse_other_shapes(bare)
+            unit = replace(bare, collectives=optimizer.plan(bare))
+            planned.append(unit)
             self.table.warn_of_nameless()
-            initial = optimizer.step_costs(unit).matrix_state
-            refuse_strange(self.spec.identity, unit, self.matrix_states.everything(), initial)
+            refuse_strange(self.spec.identity, unit, self.matrix_states.everything())
             return unit.digest(), self._settings(unit), uuid.uuid4().hex
 
         try:
             # All ranks must enter the same collectives, so they compare their plans before anything is sent.
-            everyone = gather_together(plan, unit.layout.group)
+            everyone = gather_together(plan, bare.layout.group)
             refuse_difference([(digest, settings) for digest, settings, _ in everyone])
-            unit.token = everyone[0][2]
         except BaseException:
-            # A half-planned unit must not be found by the next step, which would train without the matrix rule.
-            del self.units[key]
+            self.units.pop(key, None)
             self.loads, self.owner_of = loads, owner_of
             raise
-        return unit
+        self.units[key] = replace(planned[0], token=everyone[0][2])
+        return self.units[key]
 
     def imagine(
         self,
         groups: Groups,
         units: Sequence[Sequence[Sequence[TensorContents]] | EvenCuts],
         replicated: bool,
-        plan: Callable[[StepUnit], None],
+        plan: Callable[[StepUnit], Collectives],
+        spends_gradients: bool | None = None,
         offloaded: bool = False,
     ) -> list[StepUnit]:
         """Plan for ranks that need not exist; nothing of the plans in use changes.
@@ -269,20 +265,22 @@ class Planner:
             units: For each ``step()`` call, for each rank, what its tensors store; or how parameters are cut evenly.
             replicated: See :class:`rankwise.layout.layout.Layout`.
             plan: Plans the collectives of a unit.
-            offloaded: Whether weights and states are on the host, beside another device.
+            spends_gradients: Whether nobody reads gradients after steps; None: as it is here.
+            offloaded: Whether weights and states are on the host, beside another device; gradients are then read.
 
         Returns:
             The units as rank 0 would plan them.
         """
         present = self.loads, self.owner_of
+        spends = self.source.spends_gradients if spends_gradients is None else spends_gradients
+        spends = spends and not offloaded
         self.loads, self.owner_of = [], {}
         self._imagined_place = WorkPlace(torch.device("meta"), None) if offloaded else None
         imagined = []
         try:
             for ranks in units:
-                imagined.append(self._builder.imagine(groups, ranks, replicated))
-                imagined[-1].spends_gradients = self.source.spends_gradients
-                plan(imagined[-1])
+                unit = replace(self._builder.imagine(groups, ranks, replicated), spends_gradients=spends)
+                imagined.append(replace(unit, collectives=plan(unit)))
         finally:
             self.loads, self.owner_of = present
         return imagined
@@ -293,8 +291,7 @@ class Planner:
         tasks: Sequence[MatrixTask],
         slices: Mapping[str, SlicedMatrix] | None = None,
         alone: bool = False,
-        lendable: Lendable | None = None,
-    ) -> None:
+    ) -> Collectives:
         """Spread a unit's tasks over the ranks, considering the units planned before.
 
         Args:
@@ -303,34 +300,32 @@ class Planner:
             slices: The matrices of which ``tasks`` has the slices.
             alone: Whether the rule takes whole matrices where they lie on every device; else it does so only on devices
                 where stacks are no faster.
-            lendable: Tells which states of the matrices others may keep for owners; None: no states.
+
+        Returns:
+            The exchange of the matrices; none without tasks.
         """
         if not tasks:
-            return
-        unit.slices = slices or {}
-        if unit.key_tensors:
-            parts = {part: key for key, matrix in unit.slices.items() for part in matrix.parts}
-            unit.key_tensors = {**unit.key_tensors, **{part: unit.key_tensors[key] for part, key in parts.items()}}
-        layout = in_slices(unit.layout, unit.slices)
+            return Collectives()
+        slices = slices or {}
+        layout = in_slices(unit.layout, slices)
         # Only some ranks plan such a unit, so its loads must not count where all ranks have to agree.
         loads = [] if unit.apart else self.loads
         plan, loads = plan_matrices(
-            layout, tasks, loads or [0.0] * layout.world_size, kept=self.owner_of, slices=unit.slices
+            layout, tasks, loads or [0.0] * layout.world_size, kept=self.owner_of, slices=slices
         )
-        if lendable is not None and unit.layout.world_size > 1:
-            plan = replace(plan, keepers=keepers_in(unit, tasks, lendable, plan.owners, self.owner_of))
+        if unit.layout.world_size > 1 and any(state.lendable for state in self.spec.matrix_states):
+            plan = replace(plan, keepers=keepers_in(unit, tasks, plan.owners, self.owner_of))
         wire = wire_of(getattr(self.spec.options, "comm_dtype", None), unit.dtype)
         place = self._imagined_place if layout.imagined else self.source.work_place(unit.layout.group)
-        unit.on_host = place is not None
-        if place is not None and computes_on_device(self.spec, place.device, unit, tasks):
+        if place is not None and computes_on_device(self.spec, place.device, unit, tasks, bool(slices)):
             how: tuple[Any, ...] = (place.device, unit.dtype, wire, None, HostLink(place.device), place.group)
         else:
             how = (unit.device, unit.dtype, wire, alone or None, None, None)
-        unit.exchange = MatrixExchange(layout, plan, *how)
         if not unit.apart:
             self.loads = loads
         self.owner_of |= plan.owners
         self.owner_of |= plan.keepers
+        return Collectives(MatrixExchange(layout, plan, *how), slices, on_host=place is not None)
 
     def owners(self) -> dict[str, int]:
         """Owner ranks of all planned matrices."""

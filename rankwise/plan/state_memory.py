@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rankwise.comm.owner_plan import MatrixTask, keepers_of
 from rankwise.kernels.low_precision_runs import BLOCK, is_coded
 from rankwise.plan.step_unit import StepUnit
 
-__all__ = ["Lendable", "element_states", "keepers_in"]
-
-Lendable = Callable[[MatrixTask], Mapping[str, int]]
-"""Bytes of those states of a matrix that another rank than its owner may keep between steps, by name."""
+__all__ = ["element_states", "keepers_in"]
 
 
 def element_states(unit: StepUnit) -> Iterator[tuple[Mapping[int, int], int, Mapping[int, int]]]:
@@ -36,12 +33,15 @@ def element_states(unit: StepUnit) -> Iterator[tuple[Mapping[int, int], int, Map
 
 
 def keepers_in(
-    unit: StepUnit, tasks: Sequence[MatrixTask], lendable: Lendable, owners: Mapping[str, int], given: Mapping[Any, int]
+    unit: StepUnit, tasks: Sequence[MatrixTask], owners: Mapping[str, int], given: Mapping[Any, int]
 ) -> dict[tuple[str, str], int]:
     """Choose keepers by :func:`rankwise.comm.owner_plan.keepers_of`, counting the element states that ranks hold."""
-    sizes = {task.signature: lendable(task) for task in tasks}
+    sizes = {}
+    for task in tasks:
+        stored = unit.stored_states(task).items()
+        sizes[task.key] = {name: state.nbytes(unit.dtype) for name, state in stored if state.state.lendable}
     held = [0] * unit.layout.world_size
     for *_, shares in element_states(unit):
         for rank, size in shares.items():
             held[rank] += size
-    return keepers_of(owners, {task.key: sizes[task.signature] for task in tasks}, held, given)
+    return keepers_of(owners, sizes, held, given)

@@ -1,25 +1,17 @@
-"""What one step costs beyond its layout and owners, for estimates, and the states that a matrix begins with."""
+"""What one step costs beyond its layout, owners and states, for estimates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from rankwise.comm.owner_plan import Batch, MatrixTask, Reply, own_pieces
-from rankwise.states.matrix_states import InitialStates
 
 __all__ = ["PASS_TABLE_BYTES", "TABLE_BYTES", "ScratchMemory", "StepCosts", "tables"]
 
 
 def _no_messages(batch: Batch) -> tuple[int, ...]:
     return ()
-
-
-def _no_states(task: MatrixTask, *device: torch.device) -> dict[str, Any]:
-    return {}
 
 
 def _nothing(tasks: Sequence[MatrixTask]) -> int:
@@ -67,10 +59,7 @@ class StepCosts:
         sums: Quantities in each all-reduce of per-parameter sums.
         halo_fields: Values fetched for each neighbour across a shard border.
         reply: What an owner returns to the holders of its matrices.
-        matrix_state: States that an owner keeps of one matrix, as they are before the first step.
         together: Elements of each message among the ranks that compute a batch of slices, in a step after the first.
-        cut_states: For a slice, the dimension along which each of the matrix's states is cut; every slice has the
-            other states whole.
         scalars: Bytes of every further all-reduce of a step.
         periodic: Bytes of the all-reduces of every ``period``-th step.
         period: Steps between the all-reduces of ``periodic``, and between changes of the matrix states.
@@ -83,9 +72,7 @@ class StepCosts:
     sums: tuple[int, ...] = ()
     halo_fields: int = 0
     reply: Callable[[Batch], Reply] = own_pieces
-    matrix_state: InitialStates = _no_states
     together: Callable[[Batch], tuple[int, ...]] = _no_messages
-    cut_states: Callable[[MatrixTask], Mapping[str, int]] = _no_states
     scalars: tuple[int, ...] = ()
     periodic: tuple[int, ...] = ()
     period: int = 1

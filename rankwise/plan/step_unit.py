@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from operator import attrgetter
 from types import ModuleType
@@ -19,6 +19,7 @@ from torch import Tensor
 from rankwise.comm.exchange import MatrixExchange
 from rankwise.comm.halo import HaloExchange
 from rankwise.comm.message_format import Traffic
+from rankwise.comm.owner_plan import MatrixTask
 from rankwise.comm.parameter_sums import ShardSums
 from rankwise.kernels import lists
 from rankwise.kernels.dispatch import kernels_for
@@ -32,10 +33,12 @@ from rankwise.layout.indices import DeviceIndices
 from rankwise.layout.layout import Layout
 from rankwise.layout.layout_source import TensorContents
 from rankwise.plan.low_precision_states import LowPrecisionStates, NarrowPlan, PassPart
-from rankwise.plan.notes import Notes
+from rankwise.plan.notes import Note, Notes
 from rankwise.routing.roles import ParameterInfo, Rule
+from rankwise.states.declared_states import StatePart, StoredState
 from rankwise.states.element_states import ElementStates, States, StateTypes
 from rankwise.states.entries import Entry, PlannedEntries
+from rankwise.states.matrix_states import MatrixState
 from rankwise.states.optimizer_spec import OptimizerSpec
 from rankwise.states.shared_exponents import SharedExponents
 from rankwise.updates.adamw import Step
@@ -44,6 +47,7 @@ __all__ = [
     "AT_ONCE",
     "WHOLE",
     "Bucket",
+    "Collectives",
     "PlannedParameter",
     "StepUnit",
     "UnitKey",
@@ -231,9 +235,30 @@ class PlannedParameter:
     states: StateTypes
 
 
-@dataclass
+@dataclass(frozen=True)
+class Collectives:
+    """What a rule exchanges in the steps of a unit, beside sums; planned once.
+
+    Attributes:
+        exchange: Carries matrices to their owners, and results back.
+        slices: The matrices that the exchange has in slices.
+        halo: Carries neighbours across cuts.
+        on_host: Whether a framework keeps weights and states on the host, beside the model's device.
+    """
+
+    exchange: MatrixExchange | None = None
+    slices: Mapping[str, SlicedMatrix] = field(default_factory=dict)
+    halo: HaloExchange | None = None
+    on_host: bool = False
+
+
+_STORED: Note[dict[Any, Mapping[str, StoredState]]] = Note("how the states of matrices of a signature are kept")
+_NARROW: Note[LowPrecisionStates] = Note("the narrow states, opened for the step under way")
+
+
+@dataclass(frozen=True, eq=False)
 class StepUnit:
-    """The planned-once part of a step: layout, parameters, sums and matrix exchange."""
+    """What a step works on, planned once: tensors, layout, parameters and collectives."""
 
     tensors: list[Tensor]
     contents: Sequence[TensorContents]  # what the tensors store
@@ -248,27 +273,74 @@ class StepUnit:
     spec: OptimizerSpec
     key_tensors: Mapping[str, int]  # where all ranks have a tensor of every parameter: its index, by key
     spends_gradients: bool = False  # whether nobody reads the gradients after the step
-    token: str = ""  # the same on the ranks that planned the unit together, and unique to it
-    on_host: bool = False  # whether a framework keeps weights and states on the host, beside the model's device
     apart: bool = False  # whether its ranks are only some of the optimizer's ranks
-    sharded: list[bool] = field(init=False)  # which of the tensors are torch's sharded ones
-    sums: ShardSums = field(init=False)
-    indices: DeviceIndices = field(init=False)
-    narrow_plan: NarrowPlan = field(init=False)
-    narrow: LowPrecisionStates = field(init=False)  # of the step under way
-    exchange: MatrixExchange | None = None
-    slices: Mapping[str, SlicedMatrix] = field(default_factory=dict)  # the matrices that the exchange has in slices
-    halo: HaloExchange | None = None
+    collectives: Collectives = Collectives()  # of the rule; none while it plans them
+    token: str = ""  # the same on the ranks that planned the unit together, and unique to it
     traffic: Traffic = field(default_factory=Traffic)  # of the collectives that an optimizer starts itself
     notes: Notes = field(default_factory=Notes)
 
-    def __post_init__(self) -> None:
-        self.indices = DeviceIndices(self.device)
-        self.sharded = list(map(is_sharded, self.tensors))
-        self.sums = ShardSums(self.layout, self.device, set(self.summed))
+    @cached_property
+    def indices(self) -> DeviceIndices:
+        """Indices on the unit's device."""
+        return DeviceIndices(self.device)
+
+    @cached_property
+    def sharded(self) -> list[bool]:
+        """Which of the tensors are torch's sharded ones."""
+        return list(map(is_sharded, self.tensors))
+
+    @cached_property
+    def sums(self) -> ShardSums:
+        """Sums over whole parameters."""
+        return ShardSums(self.layout, self.device, set(self.summed))
+
+    @cached_property
+    def narrow_plan(self) -> NarrowPlan:
+        """Where narrow states lie."""
         types = {key: self.parameters[key].states for key in self.stored.shapes}
         shared = SharedExponents(self.stored, types, self.indices, self.traffic)
-        self.narrow_plan = NarrowPlan(self.states, self.entries, shared, self.indices, self.dtype, self.spec)
+        return NarrowPlan(self.states, self.entries, shared, self.indices, self.dtype, self.spec)
+
+    @property
+    def narrow(self) -> LowPrecisionStates:
+        """The narrow states of the step under way."""
+        return self.notes[_NARROW]
+
+    @property
+    def exchange(self) -> MatrixExchange | None:
+        """See :class:`Collectives`."""
+        return self.collectives.exchange
+
+    @property
+    def halo(self) -> HaloExchange | None:
+        """See :class:`Collectives`."""
+        return self.collectives.halo
+
+    # --- states of matrices -------------------------------------------------------------------------------------
+
+    def stored_states(self, task: MatrixTask) -> Mapping[str, StoredState]:
+        """How the states of a matrix, or of a slice of one, are kept, by name; alike for tasks of one signature."""
+        known = self.notes.obtain(_STORED, dict)
+        if task.signature not in known:
+            planned = self.parameters[task.whole or task.key]
+            stored = self.spec.stored_states(self.spec.form_of(task, planned.info), planned.group)
+            if task.whole is not None:
+                matrix = self.collectives.slices[task.whole]
+                stored = {name: state.of_slice(matrix.axis, matrix.count) for name, state in stored.items()}
+            known[task.signature] = stored
+        return known[task.signature]
+
+    def fresh_states(self, task: MatrixTask) -> MatrixState:
+        """States of a matrix, or of a slice of one, before the first step."""
+        return {name: stored.fresh(self.dtype, self.device) for name, stored in self.stored_states(task).items()}
+
+    def state_part(self, task: MatrixTask, name: str) -> StatePart:
+        """The part of a state that a matrix, or a slice of one, has."""
+        if task.whole is None:
+            return StatePart(task.key)
+        matrix = self.collectives.slices[task.whole]
+        axis = self.stored_states(task)[name].axis(matrix.axis)
+        return StatePart(task.whole, matrix.parts.index(task.key), matrix.count, axis)
 
     @property
     def is_offloaded(self) -> bool:
@@ -306,7 +378,9 @@ class StepUnit:
         absent = [tensor.grad is None for tensor in self.tensors]
         if not self.key_tensors or not any(absent):
             return frozenset()
-        return frozenset(key for key, index in self.key_tensors.items() if absent[index])
+        keys = {key for key, index in self.key_tensors.items() if absent[index]}
+        slices = self.collectives.slices
+        return frozenset(keys.union(part for key in keys.intersection(slices) for part in slices[key].parts))
 
     def local_tensors(self) -> list[Any]:
         """This rank's local parts of the tensors."""
@@ -354,12 +428,12 @@ class StepUnit:
     @contextmanager
     def stepping(self, states: States) -> Iterator[None]:
         """Hand out the narrow states in a context, and store them at its end, see :meth:`LowPrecisionStates.close`."""
-        self.narrow = LowPrecisionStates(self.narrow_plan, states)
+        self.notes[_NARROW] = narrow = LowPrecisionStates(self.narrow_plan, states)
         try:
             yield
-            self.narrow.close()
+            narrow.close()
         finally:
-            del self.narrow
+            self.notes.drop(_NARROW)
 
     def run(self, update: Pass) -> None:
         """Run a pass; tensors with gaps go to torch's list operations, which alone take them."""

@@ -88,8 +88,7 @@ class UnitBuilder:
         names = (str(source.name_of(tensor)) for tensor in tensors)
         tensor_of = {name: index for index, name in enumerate(names)} if source.missing_alike else None
         unit = self.assemble(param_groups, tensors, contents, positions, groups, entries, layout, tensor_of)
-        unit.apart, unit.spends_gradients = apart is not None, source.spends_gradients
-        return unit
+        return replace(unit, apart=apart is not None, spends_gradients=source.spends_gradients)
 
     def imagine(
         self, param_groups: Groups, ranks: Sequence[Sequence[TensorContents]] | EvenCuts, replicated: bool

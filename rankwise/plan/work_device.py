@@ -23,20 +23,23 @@ OPERATIONS_PER_BYTE = HOST_OPERATIONS / LINK_BYTES
 one answer."""
 
 
-def computes_on_device(spec: OptimizerSpec, device: torch.device, unit: StepUnit, tasks: Sequence[MatrixTask]) -> bool:
+def computes_on_device(
+    spec: OptimizerSpec, device: torch.device, unit: StepUnit, tasks: Sequence[MatrixTask], in_slices: bool
+) -> bool:
     """Decide where a unit's matrices are multiplied; ranks have one layout and so come to one answer.
 
     Args:
         spec: What follows from the optimizer's options.
         device: The model's device; "cpu" where the host is one.
-        unit: A unit whose weights and states are on the host, with its slices of matrices.
+        unit: A unit whose weights and states are on the host.
         tasks: Its matrices.
+        in_slices: Whether ranks compute slices of some together.
 
     Raises:
         OptionError: The device is asked for, and cannot be used.
     """
     wish = getattr(spec.options, "offload_compute", "auto")
-    if wish == "device" and unit.slices:
+    if wish == "device" and in_slices:
         raise OptionError(
             f'{spec.name}: offload_compute="device" is invalid under tensor parallelism: ranks compute slices of '
             'matrices together, over messages of the host; set offload_compute to "auto"'
@@ -47,4 +50,4 @@ def computes_on_device(spec: OptimizerSpec, device: torch.device, unit: StepUnit
     elements = sum(prod(shapes[part]) for task in tasks for part in task.parts)
     crossing = 2 * unit.dtype.itemsize * elements  # each goes up and comes back
     pays = sum(task.cost for task in tasks) >= OPERATIONS_PER_BYTE * crossing
-    return device.type != "cpu" and not unit.slices and pays
+    return device.type != "cpu" and not in_slices and pays

@@ -177,6 +177,22 @@ def _latents(*names: tuple[str, str]) -> Layout:
     return layout
 
 
+def _heads_apart(part: str) -> Layout:
+    """A layer of its own for queries, keys or values has one head below the other."""
+
+    def layout(weight: WeightView) -> FusedShape | None:
+        heads = weight.heads if part == "q" else weight.key_heads
+        positions, others = weight.number("qk_rope_head_dim"), weight.number("qk_nope_head_dim")
+        size = positions + others if part == "q" and positions and others else weight.head_size
+        dim = -1 if weight.is_transposed else -2
+        length = weight.shape[dim]
+        if size is None or length % size or (heads is not None and length != heads * size):
+            return None
+        return FusedShape(((part, length),), dim, heads=(length // size,))
+
+    return layout
+
+
 def _keys_and_values(weight: WeightView) -> FusedShape | None:
     """Each head of multi-head latent attention has its keys, without their rotary part, and its values."""
     heads, keys, values = weight.heads, weight.number("qk_nope_head_dim"), weight.number("v_head_dim")
@@ -255,6 +271,7 @@ _VISION = (
     r"|CrossCovarianceAttn|TalkingHeadAttn|LocallyGroupedAttn|FactorAttnConvRelPosEnc|ChannelAttention(V2)?"
 )
 _LLAMA = r"(Llama|Mistral|Qwen\d?|Gemma\d?|Phi[34]\w*|GLM\d?|Glm\d?|Internlm|Yi|StableLm|Olmo\d?|Nemotron)"
+_SEPARATE = r"\w*Attention\w*|QKVLinear"  # the latter is torchtitan's
 _GATED = r"(Qwen3Next|Qwen3_5|Qwen3_5Moe|Qwen4Exp|Qwen4ExpText)"
 _MAMBA2 = r"(Mamba2|Bamba|FalconH1|NemotronHMamba2|Zamba2Mamba)Mixer|GraniteMoeHybridMambaLayer|Mamba2(Simple)?"
 
@@ -282,6 +299,10 @@ TABLE = (
         "Wqkv", "(Mpt|Dbrx|ModernBert)\\w*Attention\\w*|MHA|(Multihead|GroupedQuery|MultiQuery)Attention", _attention
     ),
     FusedLayer("q_proj", _GATED + "Attention", _per_head("q", "gate")),
+    *(
+        FusedLayer(f"{part}_proj(_weight)?|w{part}|to_{part}|{part}|{word}" + extra, _SEPARATE, _heads_apart(part))
+        for part, word, extra in (("q", "query", "|q_b_proj|wq_b|q_attn"), ("k", "key", ""), ("v", "value", ""))
+    ),
     FusedLayer("in_proj_qkvz", "Qwen3NextGatedDeltaNet", _delta_net("q", "k", "v", "z")),
     FusedLayer("in_proj_ba", "Qwen3NextGatedDeltaNet", _delta_net("b", "a")),
     FusedLayer("in_proj_qkv", _GATED + "GatedDeltaNet", _delta_net_in_parts),

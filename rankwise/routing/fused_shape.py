@@ -13,7 +13,8 @@ class FusedShape:
 
     Parts that follow each other once (``qkv_proj``, ``gate_up_proj``, GPT-2's ``c_attn``) are one group. Megatron's
     ``linear_qkv`` has a group for each key-value head, with the queries that share it; GPT-NeoX and BLOOM have one for
-    each head; rows that alternate are groups of single rows.
+    each head; rows that alternate are groups of single rows. A layer of queries alone is one part with heads: one
+    matrix, unless each head is to be one.
 
     It describes :attr:`ParameterInfo.shape`: where a framework cuts a weight over tensor-parallel ranks and its adapter
     tells the shape of the whole, the parts are those of the whole, too.

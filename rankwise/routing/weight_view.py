@@ -14,8 +14,23 @@ __all__ = ["Surroundings", "WeightView"]
 
 # Models have several names for the same number.
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attention_heads_per_partition", "heads")
-_KEY_HEADS = ("num_kv_heads", "num_key_value_heads", "kv_n_heads", "n_head_kv", "num_multi_query_groups_per_partition")
-_HEAD_SIZE = ("head_dim", "head_size", "attention_head_size", "hidden_size_per_attention_head", "d_head", "dim_head")
+_KEY_HEADS = (
+    "num_kv_heads",
+    "num_key_value_heads",
+    "kv_n_heads",
+    "n_kv_heads",
+    "n_head_kv",
+    "num_multi_query_groups_per_partition",
+)
+_HEAD_SIZE = (
+    "head_dim",
+    "head_size",
+    "attention_head_size",
+    "hidden_size_per_attention_head",
+    "d_head",
+    "dim_head",
+    "key_value_proj_dim",
+)
 
 
 @dataclass(frozen=True)

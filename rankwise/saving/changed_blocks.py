@@ -48,7 +48,8 @@ class ChangedBlocks:
         if self._spec.owns_blocks:
             return self._is_mark(_TAG.findall(key[len(name) :]), blocks)
         # A factor of the inputs belongs to all blocks.
-        shared = state.partition("[")[0] not in self._spec.block_states
+        by_block = {declared.name for declared in self._spec.matrix_states if declared.by_block}
+        shared = state.partition("[")[0] not in by_block
         return shared or self._is_mark(_TAG.findall(state), blocks)
 
     @staticmethod

@@ -13,7 +13,7 @@ from rankwise.kernels.low_precision_runs import is_coded
 from rankwise.layout.agreement import gather_together
 from rankwise.layout.layout_source import LayoutSource
 from rankwise.plan.checkpoint_mismatch import MisfitError, check_shape, refuse_strange
-from rankwise.plan.planner import Planned, Planner
+from rankwise.plan.planner import Planner
 from rankwise.saving.states_by_parameter import (
     COUNT,
     RECORD,
@@ -116,7 +116,7 @@ class CheckpointFit:
     def __init__(self, planner: Planner) -> None:
         self._planner, self._spec, self._values, self._table = planner, planner.spec, planner.values, planner.table
 
-    def fitted(self, optimizer: Planned, state_dict: dict[str, Any], groups: Groups) -> dict[str, Any]:
+    def fitted(self, state_dict: dict[str, Any], groups: Groups) -> dict[str, Any]:
         """Convert a dictionary to one that this optimizer would have written; a collective where parameters are cut.
 
         Raises:
@@ -129,7 +129,7 @@ class CheckpointFit:
             names = [[self._planner.name_of(tensor) for tensor in group["params"]] for group in groups]
             state_dict = self._with_matrices(in_order_of(self._spec.identity, state_dict, names), names)
             self._refuse_unknown_matrices(state_dict)
-            self._refuse_other_shapes(optimizer, state_dict, groups)
+            self._refuse_other_shapes(state_dict, groups)
             state_dict["param_groups"] = self._values.completed(groups, state_dict["param_groups"])
         return state_dict
 
@@ -165,7 +165,7 @@ class CheckpointFit:
             # Others have put the dictionary together and lost what belongs to no parameter.
             if not all(map(self._is_ours, state_dict["param_groups"])):
                 raise ValueError(self._refusal_of_others())
-            if self._spec.matrix_state_names and state_dict["state"]:
+            if self._spec.matrix_states and state_dict["state"]:
                 raise ValueError(self._refusal_of_lost())
         if theirs == ours and state_dict.get(COUNT) == 0 and steps_taken(state_dict["state"]):
             # torch has filled a dictionary of this optimizer, which was fresh, with states of the same names.
@@ -213,16 +213,16 @@ class CheckpointFit:
                     f"one of {', '.join(names) or 'none'}; load it with the version that wrote it"
                 )
 
-    def refuse_misfits(self, optimizer: Planned, matrix_states: Mapping[str, MatrixState]) -> None:
+    def refuse_misfits(self, matrix_states: Mapping[str, MatrixState]) -> None:
         """Refuse states of other shapes than this rank's matrices have.
 
         Raises:
             MisfitError: A state has another shape; the message names the first one.
         """
         for unit in self._planner.units.values():
-            refuse_strange(self._spec.identity, unit, matrix_states, optimizer.step_costs(unit).matrix_state)
+            refuse_strange(self._spec.identity, unit, matrix_states)
 
-    def _refuse_other_shapes(self, optimizer: Planned, state_dict: Mapping[str, Any], present: Groups) -> None:
+    def _refuse_other_shapes(self, state_dict: Mapping[str, Any], present: Groups) -> None:
         """Compare the states with this optimizer's parameters, by the options of the saved groups."""
         spec = self._spec
         matrices: Mapping[str, MatrixState] = state_dict.get("matrix_states", {})
@@ -238,11 +238,11 @@ class CheckpointFit:
             info, (_, position) = self._table.matrix_info(key), self._table.catalog[self._table.base_name(key)]
             # Only the planned owner knows the shapes of a slice, which are compared below.
             if info is not None and position < len(groups):
-                for state, shapes in spec.matrix_state_shapes(info, groups[position]).items():
+                for state, shapes in spec.shapes_of_states(info, groups[position]).items():
                     if state in states:
                         check_shape(spec.identity, key, state, states[state].shape, shapes)
         if spec.structures_of(groups) == spec.structures_of(present):
-            self.refuse_misfits(optimizer, matrices)
+            self.refuse_misfits(matrices)
 
     def _refuse_misfit(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rankwise.layout.agreement import gather_together
 from rankwise.layout.dtensors import cut_as, is_sharded
-from rankwise.plan.planner import Planned, Planner
+from rankwise.plan.planner import Planner
 from rankwise.plan.unit_builder import dtype_of
 from rankwise.saving.adamw_states import AdamWStates
 from rankwise.saving.changed_blocks import ChangedBlocks
@@ -101,7 +101,7 @@ class SavedStates:
             return
         for group in groups:
             group[RECORD] = ""
-            for tensor in group["params"] if states_too and self._spec.matrix_state_names else ():
+            for tensor in group["params"] if states_too and self._spec.matrix_states else ():
                 if tensor in states:
                     states[tensor].setdefault(MATRIX, {})
 
@@ -109,26 +109,26 @@ class SavedStates:
     def is_cut(self) -> bool:
         """Whether ranks have parts of parameters as torch's sharded tensors, and share the matrix states."""
         source = self._planner.source
-        return source.mesh() is not None and len(self._spec.matrix_state_names) > 0
+        return source.mesh() is not None and len(self._spec.matrix_states) > 0
 
-    def shared_matrices(self, optimizer: Planned) -> dict[str, MatrixState]:
+    def shared_matrices(self) -> dict[str, MatrixState]:
         """Matrix states of all ranks, cut evenly so that each rank has a part; a collective."""
         if self._waiting:
             return self._waiting
         present, mesh = self._matrix_states.everything(), self._planner.source.mesh()
         parts: dict[str, MatrixState] = {}
         for unit in self._planner.units.values():
-            for key, name, whole in whole_states(unit, optimizer.step_costs(unit), present):
+            for key, name, whole in whole_states(unit, present):
                 parts.setdefault(key, {})[name] = cut_evenly(whole, mesh)
         return parts
 
-    def deliver(self, optimizer: Planned) -> None:
+    def deliver(self) -> None:
         """Give the loaded parts of states to the owners of matrices, which are known by now; a collective."""
         if not self._waiting:
             return
         owned: dict[str, MatrixState] = {}
         for unit in self._planner.units.values():
-            owned |= owned_parts(self._spec.identity, unit, optimizer.step_costs(unit), self._waiting)
+            owned |= owned_parts(self._spec.identity, unit, self._waiting)
         self._matrix_states.load(owned)
         self._waiting = {}
 
@@ -332,7 +332,6 @@ class SavedStates:
 
     def adopt(
         self,
-        optimizer: Planned,
         states: States,
         matrix_states: Mapping[str, MatrixState],
         steps: Mapping[int, Tensor],
@@ -345,7 +344,7 @@ class SavedStates:
         self.forget_consolidated()
         units = list(self._planner.units.values())
         matrix_states = self.carrier.carried(matrix_states)
-        self.fit.refuse_misfits(optimizer, matrix_states)
+        self.fit.refuse_misfits(matrix_states)
         device = next((unit.device for unit in units), torch.device("cpu"))
         self._matrix_states.load(
             {key: {name: value.to(device) for name, value in state.items()} for key, state in matrix_states.items()}

@@ -6,7 +6,7 @@ A checkpoint finds them by name then, whoever owns them, on any number of ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,45 +16,17 @@ from rankwise.comm.owner_plan import MatrixTask
 from rankwise.layout.agreement import gather_together
 from rankwise.layout.dtensors import is_sharded
 from rankwise.plan.checkpoint_mismatch import check_shape
-from rankwise.plan.step_costs import StepCosts
 from rankwise.plan.step_unit import StepUnit
+from rankwise.states.declared_states import StatePart
 from rankwise.states.matrix_states import MatrixState
 
 __all__ = ["cut_evenly", "owned_parts", "whole_states"]
 
 
-class _StatePart(NamedTuple):
-    """The part that one task has of a state of its matrix.
-
-    Attributes:
-        task: The matrix, or a slice of it.
-        axis: Dimension along which slices have parts of the state; None where each has all of it.
-        number: Number of the slice.
-        slices: Number of slices of the matrix.
-    """
-
-    task: MatrixTask
-    axis: int | None
-    number: int
-    slices: int
-
-    def of(self, whole: Tensor) -> Tensor:
-        """View the part in the whole state."""
-        return whole if self.axis is None else whole.chunk(self.slices, dim=self.axis)[self.number]
-
-    def shape(self, own: torch.Size) -> list[int]:
-        """Shape of the whole state, given that of the part."""
-        return [size * self.slices if axis == self.axis else size for axis, size in enumerate(own)]
-
-
-def _parts(unit: StepUnit, work: StepCosts, name: str, tasks: list[MatrixTask]) -> list[_StatePart]:
-    if tasks[0].whole is None:
-        return [_StatePart(tasks[0], None, 0, 1)]
-    matrix = unit.slices[tasks[0].whole]
-    parts = [
-        _StatePart(task, work.cut_states(task).get(name), matrix.parts.index(task.key), matrix.count) for task in tasks
-    ]
-    return parts if parts[0].axis is not None else parts[:1]
+def _parts(unit: StepUnit, name: str, tasks: list[MatrixTask]) -> list[tuple[MatrixTask, StatePart]]:
+    """The parts of a state that make up the whole, each with a task that has it."""
+    parts = [(task, unit.state_part(task, name)) for task in tasks]
+    return parts if parts[0][1].axis is not None else parts[:1]
 
 
 def _tasks(unit: StepUnit) -> dict[str, list[MatrixTask]]:
@@ -66,20 +38,19 @@ def _tasks(unit: StepUnit) -> dict[str, list[MatrixTask]]:
     return tasks
 
 
-def whole_states(
-    unit: StepUnit, work: StepCosts, present: Mapping[str, MatrixState]
-) -> Iterator[tuple[str, str, Tensor]]:
+def whole_states(unit: StepUnit, present: Mapping[str, MatrixState]) -> Iterator[tuple[str, str, Tensor]]:
     """Every state of every matrix of a unit, whole on every rank, one after the other; a collective."""
-    meta, owners = torch.device("meta"), unit.exchange.plan.owners if unit.exchange is not None else {}
+    owners = unit.exchange.plan.owners if unit.exchange is not None else {}
     elsewhere = _kept_elsewhere(unit, present)
     for key, tasks in _tasks(unit).items():
-        for name, expected in work.matrix_state(tasks[0], meta).items():
-            parts = _parts(unit, work, name, tasks)
-            whole = torch.zeros(parts[0].shape(expected.shape), dtype=expected.dtype, device=unit.device)
-            for part in parts:
-                if elsewhere.get((part.task.key, name), owners[part.task.key]) == unit.layout.rank:
-                    value = present.get(part.task.key, {}).get(name)
-                    part.of(whole).copy_(work.matrix_state(part.task, unit.device)[name] if value is None else value)
+        for name, stored in unit.stored_states(tasks[0]).items():
+            parts = _parts(unit, name, tasks)
+            shape = parts[0][1].whole_shape(stored.stored_shape)
+            whole = torch.zeros(shape, dtype=stored.dtype or unit.dtype, device=unit.device)
+            for task, part in parts:
+                if elsewhere.get((task.key, name), owners[task.key]) == unit.layout.rank:
+                    value = present.get(task.key, {}).get(name)
+                    part.of(whole).copy_(stored.fresh(unit.dtype, unit.device) if value is None else value)
             # Summed as bytes, the zeros of all other ranks leave the owner's bits as they are.
             dist.all_reduce(whole.view(-1).view(torch.uint8), group=unit.layout.group)
             yield key, name, whole
@@ -114,19 +85,17 @@ def cut_evenly(whole: Tensor, mesh: Any) -> Tensor:
     return sharded
 
 
-def owned_parts(
-    owner: str, unit: StepUnit, work: StepCosts, saved: Mapping[str, MatrixState]
-) -> dict[str, MatrixState]:
+def owned_parts(owner: str, unit: StepUnit, saved: Mapping[str, MatrixState]) -> dict[str, MatrixState]:
     """Select what this rank owns of saved states; a collective.
 
     Raises:
         MisfitError: A state has another shape than its matrix asks for; alike on all ranks, before anything is sent.
     """
     for key, tasks in _tasks(unit).items():
-        initial = work.matrix_state(tasks[0], torch.device("meta")) if key in saved else {}
-        for name in initial.keys() & saved.get(key, {}).keys():
-            expected = _parts(unit, work, name, tasks)[0].shape(initial[name].shape)
-            check_shape(owner, key, name, saved[key][name].shape, [tuple(expected)])
+        for name, stored in unit.stored_states(tasks[0]).items():
+            if name in saved.get(key, {}):
+                expected = unit.state_part(tasks[0], name).whole_shape(stored.stored_shape)
+                check_shape(owner, key, name, saved[key][name].shape, [expected])
     owners = unit.exchange.plan.owners if unit.exchange is not None else {}
     owned: dict[str, MatrixState] = {}
     for key, tasks in _tasks(unit).items():
@@ -134,7 +103,7 @@ def owned_parts(
             whole: Tensor = value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
             for task in tasks:
                 if owners[task.key] == unit.layout.rank:
-                    part = next((part for part in _parts(unit, work, name, tasks) if part.task is task), None)
-                    value_here = whole if part is None else part.of(whole)
-                    owned.setdefault(task.key, {})[name] = value_here.clone()
+                    known = name in unit.stored_states(task)
+                    part = unit.state_part(task, name).of(whole) if known else whole
+                    owned.setdefault(task.key, {})[name] = part.clone()
     return owned

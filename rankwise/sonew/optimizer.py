@@ -14,7 +14,7 @@ from rankwise.kernels.passes import Pass, Scalars
 from rankwise.options.constructor import options_as_keywords
 from rankwise.plan.notes import Note
 from rankwise.plan.step_costs import PASS_TABLE_BYTES, TABLE_BYTES, ScratchMemory, StepCosts
-from rankwise.plan.step_unit import Bucket, StepUnit, portion_sizes, portions, spans
+from rankwise.plan.step_unit import Bucket, Collectives, StepUnit, portion_sizes, portions, spans
 from rankwise.sonew.chain_runs import ChainRun, Margins
 from rankwise.sonew.cuda_source import scratch_of
 from rankwise.sonew.dispatch import directions_for
@@ -106,11 +106,12 @@ class SONew(ShardedOptimizer):
     def __init__(self, params: Any, options: SONewOptions) -> None:
         super().__init__(params, options)
 
-    def plan(self, unit: StepUnit) -> None:
+    def plan(self, unit: StepUnit) -> Collectives:
         """Plan the exchange of neighbours across cuts."""
         keys = unit.keys("matrix") if self.options.band else []
         by_row = self.options.chain == "row"
-        unit.halo = HaloExchange(unit.layout, self.options.band, keys, unit.device, unit.dtype, by_row)
+        halo = HaloExchange(unit.layout, self.options.band, keys, unit.device, unit.dtype, by_row)
+        return Collectives(halo=halo)
 
     def step_costs(self, unit: StepUnit) -> StepCosts:
         """Return the costs of a step: it sums norms of step and graft, and before them "rmsprop" those of gradients."""

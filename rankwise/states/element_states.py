@@ -389,10 +389,6 @@ class ElementStates:
     def record(self, held: Mapping[str, Any], index: int) -> dict[str, Any]:
         """Describe what one tensor and its states store, in plain data.
 
-        Args:
-            held: The states, by name.
-            index: Index of the tensor.
-
         Returns:
             ``runs`` has key, shape, start, end and offset of each run; ``states`` the offsets of the runs' parts by
             name, see :meth:`offset`; ``packed`` the packed states, see :meth:`PackedLayout.record`.

@@ -9,15 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankwise.comm.owner_plan import MatrixTask
 from rankwise.kernels.dispatch import quantization_for
 from rankwise.kernels.low_precision_runs import LowPrecisionRuns, is_coded
 
-__all__ = ["InitialStates", "MatrixState", "MatrixStates", "base_name", "keep_narrow_", "kept_by"]
+__all__ = ["MatrixState", "MatrixStates", "base_name", "keep_narrow_", "kept_by"]
 
 MatrixState = dict[str, Tensor]
-InitialStates = Callable[[MatrixTask, torch.device], MatrixState]
-"""The states of a matrix before its first step; see :class:`rankwise.plan.step_costs.StepCosts`."""
 _NOBODY: Mapping[tuple[str, str], int] = {}
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from rankwise.comm.owner_plan import MatrixTask
 from rankwise.kernels.dispatch import product_dtype_for
 from rankwise.kernels.low_precision_runs import ROOT, SIGNED
 from rankwise.options.fields import Options
 from rankwise.options.validation import called_or
 from rankwise.routing.roles import ParameterInfo, Route, RoutingPolicy, Rule
 from rankwise.routing.step_groups import StepGroups
+from rankwise.states.declared_states import MatrixForm, State, StoredState
 from rankwise.states.element_states import StateTypes
 
 __all__ = ["MOMENTS", "OptimizerSpec"]
@@ -47,10 +49,8 @@ class OptimizerSpec(ABC):
     """Options without which nothing works."""
     idle_advice: ClassVar[Mapping[str, str]] = {}
     """Advice for an optimizer whose own rule nothing takes, by a part of the reason for it."""
-    matrix_state_names: ClassVar[tuple[str, ...]] = ()
-    """Names of the states that an owner keeps of a matrix."""
-    counted_states: ClassVar[tuple[str, ...]] = ()
-    """Matrix states that the host works with; they lie in its memory, unless the optimizer is capturable."""
+    matrix_states: tuple[State, ...] = ()
+    """The states that an owner keeps of a matrix."""
     compared_options: ClassVar[tuple[str, ...]] = ()
     """Options that change the meaning of a state of the same name and shape."""
     optional_states: ClassVar[tuple[str, ...]] = ()
@@ -63,8 +63,6 @@ class OptimizerSpec(ABC):
     """The option that names the type of the rule's matrix products, or leaves it to the machine."""
     owns_blocks: ClassVar[bool] = False
     """Whether the blocks of a fused weight are matrices with owners of their own."""
-    block_states: ClassVar[tuple[str, ...]] = ()
-    """Matrix states of which each block of a fused weight has one, ``name[block]``, where blocks have no owners."""
     codes: ClassVar[Mapping[str, torch.dtype]] = {"exp_avg_sq": ROOT}
     """Types of codes that "int8" means, for element states that have other ones than signed codes."""
     slow_states: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
@@ -103,6 +101,11 @@ class OptimizerSpec(ABC):
     def adjust_route(self, info: ParameterInfo, group: Mapping[str, Any], chosen: Route) -> Route:
         """Change a parameter's route, after everything else was considered."""
         return chosen
+
+    @property
+    def learns_from_modules(self) -> bool:
+        """Whether the optimizer is shown the model's modules after it is built, whatever the framework."""
+        return False
 
     def splits(self, info: ParameterInfo) -> bool:
         """Whether the rule treats each logical matrix of a fused weight as a matrix."""
@@ -158,11 +161,52 @@ class OptimizerSpec(ABC):
         """Running average of a matrix gradient's squared norm; None where the states do not tell it."""
         return None
 
-    def matrix_state_shapes(
-        self, info: ParameterInfo, group: Mapping[str, Any]
-    ) -> Mapping[str, Collection[tuple[int, ...]]]:
-        """Shapes that the states of one matrix may have, by name; those not named are not compared."""
-        return {}
+    @property
+    def matrix_state_names(self) -> list[str]:
+        """Names of the states that an owner keeps of a matrix."""
+        return [state.name for state in self.matrix_states]
+
+    def form_of(self, task: MatrixTask, info: ParameterInfo) -> MatrixForm:
+        """The matrix of a task, or of which the task is a slice, as the rule sees it."""
+        return MatrixForm(*info.matrix_shape)
+
+    def possible_forms(self, info: ParameterInfo) -> Sequence[MatrixForm]:
+        """The forms that a matrix may have, where there is no task."""
+        return [MatrixForm(*info.matrix_shape)]
+
+    def type_of_matrix_state(self, state: State, numel: int) -> torch.dtype | None:
+        """The type in which a state of a matrix of so many elements is kept; None: that of the computation."""
+        return self.type_of(state.name, numel) if state.shape is None else state.dtype
+
+    def stored_states(self, matrix: MatrixForm, group: Mapping[str, Any]) -> dict[str, StoredState]:
+        """How the declared states of a matrix are kept, by name.
+
+        Args:
+            matrix: The matrix.
+            group: Its param group.
+        """
+        stored = {}
+        values = {**vars(self.options), **group}
+        for state in self.matrix_states:
+            rows_by_name = {state.name: matrix.rows}
+            if state.by_block and matrix.blocks:
+                rows_by_name = {f"{state.name}[{block}]": rows for block, rows in matrix.blocks.items()}
+            axes = () if state.axes is None else state.axes(matrix.rows, matrix.columns)
+            for name, rows in rows_by_name.items():
+                shape = state.shape_of(matrix, rows, values)
+                if shape is not None:
+                    dtype = self.type_of_matrix_state(state, rows * matrix.columns)
+                    on_host = state.counted and not self.capturable
+                    stored[name] = StoredState(state, shape, dtype, axes, on_host)
+        return stored
+
+    def shapes_of_states(self, info: ParameterInfo, group: Mapping[str, Any]) -> dict[str, list[tuple[int, ...]]]:
+        """Shapes in which the states of one matrix may be kept, by name."""
+        shapes: dict[str, list[tuple[int, ...]]] = {}
+        for form in self.possible_forms(info):
+            for name, stored in self.stored_states(form, group).items():
+                shapes.setdefault(name, []).append(stored.stored_shape)
+        return shapes
 
     def product_type(self, device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
         """Type of the rule's matrix products on this machine; None for a rule without a choice."""

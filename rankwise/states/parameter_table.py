@@ -81,6 +81,7 @@ class ParameterTable:
         self.plain = WholeParameters()
         self.exchanged: dict[int, Tensor] = {}
         self._warned_of_nameless = False
+        self._sees_modules = not spec.learns_from_modules
 
     def __getstate__(self) -> dict[str, Any]:
         # The plain layout knows the parameters by their addresses.
@@ -252,7 +253,8 @@ class ParameterTable:
         blocks, obstacle = self._divided(info, group)
         # Each block takes the rule by its own shape; that of the whole weight does not matter.
         chosen = self._route(block_info(info, blocks[0]) if blocks else info, group)
-        return replace(chosen, reason=f"{chosen.reason}, undivided: {obstacle}") if obstacle else chosen
+        kept = "heads together" if blocks else "undivided"
+        return replace(chosen, reason=f"{chosen.reason}, {kept}: {obstacle}") if obstacle else chosen
 
     def _route(self, info: ParameterInfo, group: Mapping[str, Any]) -> Route:
         spec = self._spec
@@ -270,7 +272,7 @@ class ParameterTable:
         if not spec.splits(info) or self.parameters[info.name].is_complex():
             return (), ""
         layouts, split_heads = getattr(options, "blocks", None), getattr(options, "split_heads", False)
-        obstacle = ""
+        first = ""
         for together in (False, True):
             blocks = blocks_of(spec.name, info, layouts, split_heads, together)
             if together and not blocks:
@@ -279,7 +281,8 @@ class ParameterTable:
             obstacles = (f"{block.name}: {chosen.reason}" for block, chosen in routes if chosen.rule != "matrix")
             obstacle = next(obstacles, "")
             if not obstacle:
-                return blocks, ""
+                return blocks, first
+            first = first or obstacle
         return (), obstacle
 
     def choose_in(self, groups: Groups, name: str, group: Mapping[str, Any]) -> Route:
@@ -290,6 +293,7 @@ class ParameterTable:
 
     def learn_roles(self, model: nn.Module, groups: Groups) -> None:
         """Route by module types what the constructor knew by name or shape alone."""
+        self._sees_modules = True
         described = {id(parameter): info for parameter, info in describe(model).items()}
         for name, (info, index) in self.catalog.items():
             shown = described.get(id(self.parameters[name]))
@@ -302,18 +306,42 @@ class ParameterTable:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no parameter takes the optimizer's own rule."""
+        """Whether no parameter takes the optimizer's own rule, or none has the heads that ``split_heads`` asks for."""
+        return self._lacks_matrices or self._lacks_heads
+
+    @property
+    def _lacks_matrices(self) -> bool:
         return all(chosen.rule != "matrix" for chosen in self.routes.values())
+
+    @property
+    def _lacks_heads(self) -> bool:
+        asked = self._sees_modules and getattr(self._spec.options, "split_heads", False)
+        # To element-wise variants heads make no difference.
+        matters = asked and any(self._spec.splits(info) for info, _ in self.catalog.values())
+        return matters and not any(map(self.heads_of, self.blocks))
+
+    def heads_of(self, name: str) -> list[Block]:
+        """The blocks of a parameter that are single heads."""
+        chosen = self.routes[name].rule == "matrix"
+        return [block for block in self.blocks.get(name, ()) if chosen and block.name.rpartition(".")[2].isdecimal()]
 
     def refuse_if_idle(self, unless_allowed: bool = False) -> None:
         """Refuse an optimizer that would do no more than AdamW; ``unless_allowed``: not inside :func:`idle_allowed`.
 
         Raises:
-            OptionError: No parameter takes the optimizer's own rule.
+            OptionError: No parameter takes the optimizer's own rule, or ``split_heads`` divides none.
         """
         if not self.is_idle or (unless_allowed and _is_idle_allowed.get()):
             return
         spec = self._spec
+        if not self._lacks_matrices:
+            known = [name for name, (info, _) in self.catalog.items() if info.fused is not None and info.fused.heads]
+            why = f"those of '{known[0]}' do not ({self.routes[known[0]].reason})" if known else "no weight's are"
+            raise OptionError(
+                f"{spec.name}: split_heads=True is invalid: the attention heads of a weight must be known and fit the "
+                f"rule, and {why}; call rankwise.annotate(model) before the optimizer is built, or write the heads: "
+                'blocks={"*q_proj*": {"q": 4096, "heads": 32}}'
+            )
         if not self.routes:
             raise OptionError(
                 f"{spec.name}: params is invalid: it must have at least one parameter, and every param group is "

@@ -83,10 +83,6 @@ def _stacked(failures: Sequence[Tensor | None], like: Tensor) -> Tensor:
 def refuse_broken_factors(keys: Sequence[str], failures: Sequence[float]) -> None:
     """Stop where factors keep failing; the counts travelled with the statistics, so that all ranks stop together.
 
-    Args:
-        keys: Names of the matrices.
-        failures: Failed factor steps in a row of each matrix.
-
     Raises:
         RuntimeError: A matrix has failed too often.
     """

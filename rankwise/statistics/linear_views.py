@@ -137,9 +137,6 @@ class LinearView:
 def describe_linear(module: nn.Module) -> LinearShape | None:
     """Recognise ``torch.nn.Linear`` and the ``Conv1D`` of Hugging Face's GPT-2, with their subclasses.
 
-    Args:
-        module: Any module.
-
     Returns:
         The shape of its weight, or None if it is neither.
     """

@@ -86,13 +86,9 @@ class FollowedStates:
             self._matrix_states.drop([key for key in present if self._table.base_name(key) in names])
 
     def agree(self, what: str, unit: StepUnit | None = None) -> bool:
-        """Whether all ranks have removed some states; only ranks that have are asked, see :func:`all_vote`.
+        """Whether all ranks have removed states, of a unit or of all; only ranks that have ask (:func:`all_vote`).
 
         Where ranks step matrices together, each takes from its own states how far they are, and waits for the others.
-
-        Args:
-            what: What has been removed.
-            unit: Of which unit; None: of all.
         """
         found = unit or next(iter(self._planner.units.values()), None)
         if found is None or found.exchange is None or found.layout.group is None:
@@ -159,7 +155,7 @@ class FollowedStates:
 
     def _has_matrix(self, unit: StepUnit, at: int) -> bool:
         """Whether there are matrix states, on whatever rank, that belong to those of a tensor."""
-        return len(self._spec.matrix_state_names) > 0 and any(at in places for places in _places(unit).values())
+        return len(self._spec.matrix_states) > 0 and any(at in places for places in _places(unit).values())
 
     def _refuse(self, tensor: Tensor, what: str) -> NoReturn:
         names = ", ".join(self._spec.matrix_state_names)
@@ -231,7 +227,7 @@ def _places(unit: StepUnit) -> dict[str, set[int]]:
         held: dict[str, set[int]] = {key: {at} for key, at in unit.key_tensors.items()}
         for entry in unit.entries if not held else ():
             held.setdefault(entry.key, set()).add(entry.shard.tensor)
-        wholes = {part: key for key, matrix in unit.slices.items() for part in matrix.parts}
+        wholes = {part: key for key, matrix in unit.collectives.slices.items() for part in matrix.parts}
         owned = () if unit.exchange is None else unit.exchange.plan.owners
         found = {key: held.get(key) or held.get(wholes.get(key, key), set()) for key in owned}
         unit.notes[_MATRIX_PLACES] = found

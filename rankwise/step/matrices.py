@@ -22,6 +22,7 @@ from rankwise.comm.exchange import Gather, MatrixExchange, Return
 from rankwise.comm.host_link import HostLink
 from rankwise.comm.owner_plan import Batch, MatrixTask, Reply
 from rankwise.plan.step_unit import Bucket, StepUnit
+from rankwise.states.matrix_states import MatrixState
 from rankwise.step.health import Health
 
 __all__ = ["MatrixRule", "StepMatrices", "phases", "step_matrices"]
@@ -92,10 +93,11 @@ class MatrixRule(ABC):
             those without a gradient. A matrix without any values is left out of the step.
         """
 
-    def states(self, task: MatrixTask) -> Mapping[str, Tensor]:
+    def states(self, task: MatrixTask) -> MatrixState:
         """The states that :meth:`update` computes with, and that it changes in place.
 
-        Where the host keeps them and another device computes, :meth:`on_device` has their copies there.
+        Where the host keeps them and another device computes, :meth:`on_device` has copies there of all that the host
+        does not count with.
         """
         return {}
 
@@ -103,7 +105,7 @@ class MatrixRule(ABC):
         """Whether :meth:`update` changes what :meth:`states` has of a matrix in this step."""
         return True
 
-    def on_device(self, task: MatrixTask, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def on_device(self, task: MatrixTask, state: MatrixState) -> MatrixState:
         """A matrix's states as :meth:`update` is to use them."""
         copies = self._borrowed.get(task.key)
         return state if copies is None else {**state, **copies}
@@ -252,11 +254,16 @@ class _MatrixStep:
 
     def _lend(self, plan: BatchPlan, link: HostLink) -> None:
         """Send the states of a batch's matrices to the device, behind their values."""
-        states = {task.key: dict(self._rule.states(task)) for task in self._live(plan)}
+        states = {task.key: self._lent(task) for task in self._live(plan)}
         with link.upward():
             brought = iter(link.bring([value for state in states.values() for value in state.values()]))
             copies = {key: {name: next(brought) for name in state} for key, state in states.items()}
             self._loans[id(plan)] = _Loan(states, copies, link.record())
+
+    def _lent(self, task: MatrixTask) -> MatrixState:
+        names = [name for name, how in self._rule.unit.stored_states(task).items() if not how.state.counted]
+        state = self._rule.states(task) if names else {}
+        return {name: state[name] for name in names}
 
     def _is_idle(self, plan: BatchPlan) -> bool:
         return not (plan.gathers or plan.returns or self._live(plan))

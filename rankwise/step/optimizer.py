@@ -24,7 +24,7 @@ from rankwise.options.validation import OptionError, called_or
 from rankwise.plan.group_changes import GroupChanges
 from rankwise.plan.planner import Planner
 from rankwise.plan.step_costs import StepCosts
-from rankwise.plan.step_unit import Bucket, StepUnit
+from rankwise.plan.step_unit import Bucket, Collectives, StepUnit
 from rankwise.plan.transition import Transition
 from rankwise.routing.given_parameters import refuse_given_twice
 from rankwise.routing.roles import annotated_modules
@@ -170,11 +170,12 @@ class ShardedOptimizer(Optimizer, ABC):
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         """Update weights and states in place."""
 
-    def plan(self, unit: StepUnit) -> None:
+    def plan(self, unit: StepUnit) -> Collectives:
         """Plan the unit's own collectives once, and with :attr:`planner` the owners of its matrices."""
+        return Collectives()
 
     def step_costs(self, unit: StepUnit) -> StepCosts:
-        """Costs of a step of a planned unit beyond its layout and owners, for estimates."""
+        """Costs of a step of a planned unit beyond its layout, owners and states, for estimates."""
         return StepCosts()
 
     def _before_step(self, unit: StepUnit) -> None:
@@ -279,10 +280,11 @@ class ShardedOptimizer(Optimizer, ABC):
         self,
         units: Sequence[Sequence[Sequence[TensorContents]] | EvenCuts],
         replicated: bool = False,
+        spends_gradients: bool | None = None,
         offloaded: bool = False,
     ) -> list[StepUnit]:
         """Plan for ranks that need not exist; nothing of this optimizer changes. See :meth:`Planner.imagine`."""
-        return self.planner.imagine(self.param_groups, units, replicated, self.plan, offloaded)
+        return self.planner.imagine(self.param_groups, units, replicated, self.plan, spends_gradients, offloaded)
 
     # --- the step -----------------------------------------------------------------------------------------------
 
@@ -310,7 +312,7 @@ class ShardedOptimizer(Optimizer, ABC):
         self.saved.forget_consolidated()
         self.follow_resets()
         unit = self._unit()
-        self.saved.deliver(self)
+        self.saved.deliver()
         if not graphs.is_capturing(unit.device):
             self.planner.source.agree_on_missing(unit.tensors)
         if self._is_warm_up(unit):
@@ -354,9 +356,8 @@ class ShardedOptimizer(Optimizer, ABC):
         if not idle or graphs.is_capturing(unit.device) or not self.working_tensors.are_all_zero(unit):
             return False
         self.working_tensors.make_states(unit, self.state)
-        initial = self.step_costs(unit).matrix_state
         for task in unit.exchange.owned() if unit.exchange is not None else ():
-            self.matrix_states.obtain(task.key, partial(initial, task, unit.device))
+            self.matrix_states.obtain(task.key, partial(unit.fresh_states, task))
         self.saved.mark(self.param_groups, self.state)
         return True
 
@@ -395,7 +396,7 @@ class ShardedOptimizer(Optimizer, ABC):
         self.followed.drop_orphans(self.state)
         self.group_changes.replace_parameters(self.param_groups, self.state)
         regrouped = len(self.planner.units) > 0 and self.planner.find(self.param_groups) is None
-        if regrouped and self.planner.is_plain and self.spec.matrix_state_names and not self.saved.is_consolidated:
+        if regrouped and self.planner.is_plain and self.spec.matrix_states and not self.saved.is_consolidated:
             # Planning drops states that the next step would begin anew, so that they are not saved.
             self._unit()
         result = super().state_dict()
@@ -407,7 +408,7 @@ class ShardedOptimizer(Optimizer, ABC):
             if self.saved.is_cut and self.state:
                 if not self.planner.units:
                     self.planner.plan_present(self, self.param_groups)
-                matrices, beside["matrix_states"] = self.saved.shared_matrices(self), {}
+                matrices, beside["matrix_states"] = self.saved.shared_matrices(), {}
             result = self.saved.under_parameters(result, self.param_groups, matrices, extra)
         return {**result, **beside, **extra}
 
@@ -440,7 +441,7 @@ class ShardedOptimizer(Optimizer, ABC):
         for hook in before_loading.values():
             state_dict = hook(self, state_dict) or state_dict
         by_parameter = "rankwise" not in state_dict
-        state_dict = self.saved.fit.fitted(self, state_dict, self.param_groups)
+        state_dict = self.saved.fit.fitted(state_dict, self.param_groups)
         before = self.spec.structures_of(self.param_groups)
         # Hooks must see the whole dictionary, and the one that is checked must be the one that is loaded.
         self._optimizer_load_state_dict_pre_hooks = OrderedDict()
@@ -523,7 +524,7 @@ class ShardedOptimizer(Optimizer, ABC):
             self.forget_states()
             fill()
         self.undo.settle()
-        self.saved.adopt(self, self.state, matrix_states, steps)
+        self.saved.adopt(self.state, matrix_states, steps)
         self.followed.accept(self.state)
         self.load_extra_state(extra)
 

@@ -81,8 +81,25 @@ class Reports:
         if not self._announced:
             self._announced = True
             self.announce(self.summary(states))
-            for line in self._unknown_parts():
+            for line in (*self._heads(), *self._unknown_parts()):
                 self.announce(line)
+
+    def _heads(self) -> list[str]:
+        """A line on the weights whose attention heads are matrices of their own, and on those whose heads are not."""
+        spec, table = self._spec, self._table
+        if not getattr(spec.options, "split_heads", False):
+            return []
+        divided: Counter[str] = Counter()
+        together: Counter[str] = Counter()
+        for name, (info, _) in table.catalog.items():
+            heads, layer = table.heads_of(name), name.removesuffix(".weight").rpartition(".")[2]
+            if heads:
+                shapes = Counter("x".join(map(str, block_info(info, block).shape)) for block in heads)
+                divided[f"{layer} ({', '.join(f'{count} of {shape}' for shape, count in shapes.items())})"] += 1
+            elif info.fused is not None and any(info.fused.heads):
+                together[layer] += 1
+        text = f"rankwise {spec.name}: split_heads makes matrices of the heads of {_listed(divided)}"
+        return [f"{text}, and leaves {_listed(together)} undivided" if together else text]
 
     def _unknown_parts(self) -> list[str]:
         """Lines on weights that look fused, and would be several matrices to the rule if their layout were known."""
@@ -215,6 +232,10 @@ class Reports:
                     bytes_of[line] = bytes_of.get(line, 0) + width * sum(part.numel for part in parts) + shared
                     shared = 0
         return bytes_of
+
+
+def _listed(layers: Counter[str]) -> str:
+    return ", ".join(f"{count} {layer}" for layer, count in layers.items()) or "no weight of this rank"
 
 
 def _element_states(state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -122,11 +122,12 @@ class Undo:
                 update(finite)
             is_whole = True
         finally:
+            counted = {state.name for state in self._spec.matrix_states if state.counted}
             for key, state in before.items():
                 for name, old in state.items():
                     live = self._matrix_states.get(key, {}).get(name)
                     if live is not None:
-                        (counts if name in self._spec.counted_states else kept).append((live, old))
+                        (counts if name in counted else kept).append((live, old))
             for tensor, old in kept if is_whole else [*kept, *counts]:
                 # A step that raised half-way is no step.
                 tensor.copy_(torch.where(broken > 0, old, tensor) if is_whole else old)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, ClassVar, NamedTuple
@@ -17,39 +16,23 @@ import torch
 from torch import Tensor
 
 from rankwise.comm.owner_plan import Batch, MatrixTask
-from rankwise.kernels.low_precision_runs import is_coded, is_narrow
+from rankwise.kernels.low_precision_runs import is_narrow
 from rankwise.kernels.quantization import key_of
 from rankwise.plan.step_costs import ScratchMemory, StepCosts
-from rankwise.plan.step_unit import Bucket, StepUnit
+from rankwise.plan.step_unit import Bucket, Collectives, StepUnit
 from rankwise.routing.roles import ParameterInfo, Route, RoutingPolicy, Rule
+from rankwise.states.declared_states import State, scalar
 from rankwise.states.element_states import StateTypes
 from rankwise.states.matrix_states import MatrixState, MatrixStates, keep_narrow_
 from rankwise.states.optimizer_spec import OptimizerSpec
-from rankwise.states.packed_states import PackedLayout, StateRun
 from rankwise.step.first_order import fallback_step, step_and_decay
 from rankwise.step.matrices import MatrixRule, StepMatrices, step_matrices
 from rankwise.step.optimizer import ShardedOptimizer
 
 __all__ = ["MatrixOptimizer", "MatrixSpec", "State"]
 
-STEP = "step"
-"""Name of the count of a matrix's steps, which every such optimizer keeps."""
-
-
-@dataclass(frozen=True)
-class State:
-    """A state that the owner of a matrix keeps.
-
-    Attributes:
-        name: Its key in the dictionary that the rule gets.
-        shape: Its shape, given rows, columns and the param group; None from it: this matrix has no such state. Left
-            out: one value for every element, which the option ``state_dtype`` may keep in fewer bits.
-        fill: Overwrites a tensor of zeros with the first values; left out: zeros.
-    """
-
-    name: str
-    shape: Callable[[int, int, Mapping[str, Any]], tuple[int, ...] | None] | None = None
-    fill: Callable[[Tensor], Any] | None = None
+_STEP = State("step", scalar, dtype=torch.int64, counted=True)
+"""The count of a matrix's steps, which every such optimizer keeps."""
 
 
 class MatrixSpec(OptimizerSpec):
@@ -64,11 +47,10 @@ class MatrixSpec(OptimizerSpec):
     states: ClassVar[tuple[State, ...]] = ()
     embeddings: ClassVar[bool] = False
     owns_blocks = True
-    counted_states = (STEP,)
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        cls.matrix_state_names = (*(state.name for state in cls.states), STEP)
+        cls.matrix_states = (*cls.states, _STEP)
 
     @property
     def policy(self) -> RoutingPolicy:
@@ -89,75 +71,13 @@ class MatrixSpec(OptimizerSpec):
         """AdamW's on the fallback; those of matrices are with their owners."""
         return self.kept_as(("exp_avg", "exp_avg_sq"), info) if rule == "fallback" else {}
 
-    def kept(self, rows: int, columns: int, group: Mapping[str, Any]) -> dict[str, _Kept]:
-        """The states of a matrix by name.
-
-        Args:
-            rows: Rows of the matrix.
-            columns: Columns of the matrix.
-            group: Param group of the matrix.
-        """
-        found = {}
-        for state in self.states:
-            own = (rows, columns) if state.shape is None else state.shape(rows, columns, group)
-            if own is not None:
-                narrow = self.type_of(state.name, rows * columns) if state.shape is None else None
-                found[state.name] = _Kept(tuple(own), narrow)
-        return found
-
-    def matrix_state_shapes(
-        self, info: ParameterInfo, group: Mapping[str, Any]
-    ) -> Mapping[str, Collection[tuple[int, ...]]]:
-        """See the base class."""
-        kept = self.kept(*info.matrix_shape, group)
-        return {name: [state.stored_shape] for name, state in kept.items()}
-
-
-class _Kept(NamedTuple):
-    """How a state of one matrix is kept.
-
-    Attributes:
-        shape: Shape of what the rule gets.
-        narrow: Its type, where that is not the one of the computation.
-    """
-
-    shape: tuple[int, ...]
-    narrow: torch.dtype | None
-
-    @property
-    def packing(self) -> PackedLayout | None:
-        """Where codes and exponents lie; None where there are none."""
-        numel = prod(self.shape)
-        if self.narrow is None or not is_coded(self.narrow):
-            return None
-        return PackedLayout(self.narrow, numel, [StateRun(0, numel, 0, self.narrow)])
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """Shape of what is kept."""
-        return self.shape if self.packing is None else (self.packing.numel,)
-
-    def fresh(self, fill: Callable[[Tensor], Any] | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """What is kept before the first step."""
-        if self.packing is not None and (fill is None or device.type == "meta"):
-            return self.packing.fresh(device)
-        values = torch.zeros(self.shape, dtype=dtype, device=device)
-        if fill is not None:
-            fill(values)
-        return self.packing.packed(values.view(-1)) if self.packing is not None else values.to(self.narrow or dtype)
-
-    def opened(self, kept: Tensor, dtype: torch.dtype) -> Tensor:
-        """What the rule gets: the state itself, or a copy if it is narrow."""
-        return kept.to(dtype) if self.packing is None else self.packing.opened(kept, self.shape, dtype)
-
 
 class _MatrixSignature(NamedTuple):
-    """What matrices have in common whose directions travel together: shape, param group, and how states are kept."""
+    """What matrices have in common whose directions travel together: shape and param group."""
 
     rows: int
     columns: int
     group: int
-    states: tuple[tuple[str, _Kept], ...]
 
 
 Update = Callable[[Tensor, dict[str, Tensor], int, Mapping[str, Any]], Tensor]
@@ -170,20 +90,12 @@ class _WholeMatrixRule(MatrixRule):
         matrices: The matrices.
         states: States of the matrices that this rank owns.
         update: Function of the optimizer.
-        fresh: Gives a matrix's states before its first step.
         first_update: Number of the first step that changes weights.
     """
 
-    def __init__(
-        self,
-        matrices: StepMatrices,
-        states: MatrixStates,
-        update: Update,
-        fresh: Callable[[MatrixTask, torch.device], MatrixState],
-        first_update: int,
-    ) -> None:
+    def __init__(self, matrices: StepMatrices, states: MatrixStates, update: Update, first_update: int) -> None:
         super().__init__(matrices)
-        self._states, self._update, self._fresh, self._first_update = states, update, fresh, first_update
+        self._states, self._update, self._first_update = states, update, first_update
         self._idle: set[int] = set()
 
     def gather(self, in_place: Collection[int]) -> list[Tensor | None]:
@@ -198,30 +110,28 @@ class _WholeMatrixRule(MatrixRule):
         rows = [self._direction(task, values) for task, values in zip(tasks, stack, strict=True)]
         return rows[0].view(1, -1) if len(rows) == 1 else torch.stack(rows)
 
-    def _state_of(self, task: MatrixTask) -> MatrixState:
-        return self._states.obtain(task.key, partial(self._fresh, task, self.unit.device))
-
     def states(self, task: MatrixTask) -> MatrixState:
-        """Those of the spec; the count stays on the host."""
-        state = self._state_of(task)
-        return {name: state[name] for name, _ in task.signature.states}
+        """Those of the spec."""
+        return self._states.obtain(task.key, partial(self.unit.fresh_states, task))
 
     def _direction(self, task: MatrixTask, values: Tensor) -> Tensor:
         signature: _MatrixSignature = task.signature
-        kept = self.on_device(task, self._state_of(task))
-        states = {name: how.opened(kept[name], values.dtype) for name, how in signature.states}
-        step, group = int(kept[STEP]) + 1, self.groups[signature.group]
+        kept = self.on_device(task, self.states(task))
+        stored = {name: how for name, how in self.unit.stored_states(task).items() if how.state is not _STEP}
+        states = {name: how.opened(kept[name], values.dtype) for name, how in stored.items()}
+        step, group = int(kept[_STEP.name]) + 1, self.groups[signature.group]
         # In memory of its own, of one alignment wherever it lay: libraries round products by how operands are aligned.
         gradient = values.clone().view(signature.rows, signature.columns)
         direction = self._update(gradient, states, step, group)
-        _check(task.key, direction, states, signature)
-        for name, how in signature.states:
-            if states[name] is not kept[name] and is_narrow(how.narrow):
+        shapes = {"direction": signature[:2], **{name: how.shape for name, how in stored.items()}}
+        _check(task.key, {"direction": direction, **states}, shapes)
+        for name, how in stored.items():
+            if states[name] is not kept[name] and is_narrow(how.dtype):
                 noisy = step if self.unit.spec.rounds_stochastically(name) else None
                 keep_narrow_([kept[name]], [states[name]], [key_of(task.key, name)], noisy)
             elif states[name] is not kept[name]:
                 kept[name].copy_(states[name])
-        kept[STEP] += 1
+        kept[_STEP.name] += 1
         return direction.reshape(-1)
 
     def step(self, batch: Batch, indices: Sequence[int], results: Sequence[Tensor]) -> None:
@@ -235,14 +145,13 @@ class _WholeMatrixRule(MatrixRule):
             step_and_decay(self.unit, weights, directions, self.groups[batch.signature.group])
 
 
-def _check(key: str, direction: Tensor, states: Mapping[str, Tensor], signature: _MatrixSignature) -> None:
+def _check(key: str, values: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse what a function returns of other shapes, before any state is kept.
 
     Raises:
         RuntimeError: The direction or a state has another shape, or a state has gone or come.
     """
-    shapes = {"direction": signature[:2], **{name: how.shape for name, how in signature.states}}
-    found = {"direction": tuple(direction.shape), **{name: tuple(value.shape) for name, value in states.items()}}
+    found = {name: tuple(value.shape) for name, value in values.items()}
     if found != shapes:
         wrong = [
             f"{name} is {found.get(name, 'gone')} and must be {shapes.get(name, 'declared in the states of the spec')}"
@@ -282,16 +191,15 @@ class MatrixOptimizer(ShardedOptimizer):
         """Rough number of operations of :meth:`update`, by which owners are chosen."""
         return 6.0 * rows * columns * min(rows, columns)
 
-    def plan(self, unit: StepUnit) -> None:
+    def plan(self, unit: StepUnit) -> Collectives:
         """See the base class."""
         tasks = []
         for key in unit.keys("matrix"):
             planned = unit.parameters[key]
             rows, columns = planned.info.matrix_shape
-            kept = self.spec.kept(rows, columns, planned.group)
-            signature = _MatrixSignature(rows, columns, planned.step_group, tuple(kept.items()))
+            signature = _MatrixSignature(rows, columns, planned.step_group)
             tasks.append(MatrixTask(key, (key,), signature, self.operations(rows, columns)))
-        self.planner.choose_owners(unit, tasks)
+        return self.planner.choose_owners(unit, tasks)
 
     def step_costs(self, unit: StepUnit) -> StepCosts:
         """See the base class."""
@@ -299,20 +207,14 @@ class MatrixOptimizer(ShardedOptimizer):
         def opened(tasks: Sequence[MatrixTask]) -> int:
             # States that are opened and the temporaries of the rule; one matrix is computed at a time.
             sizes = [
-                sum(prod(kept.shape) for _, kept in task.signature.states)
+                sum(prod(stored.shape) for stored in unit.stored_states(task).values() if stored.state is not _STEP)
                 + 4 * task.signature.rows * task.signature.columns
                 for task in tasks
             ]
             return 4 * max(sizes, default=0)
 
-        return StepCosts(matrix_state=partial(self._fresh, unit), scratch=ScratchMemory(alone=opened, stacked=opened))
-
-    def _fresh(self, unit: StepUnit, task: MatrixTask, device: torch.device) -> MatrixState:
-        fills = {state.name: state.fill for state in self.spec.states}
-        found = {name: kept.fresh(fills[name], unit.dtype, device) for name, kept in task.signature.states}
-        return {**found, STEP: torch.zeros((), dtype=torch.int64, device=torch.device("cpu"))}
+        return StepCosts(scratch=ScratchMemory(alone=opened, stacked=opened))
 
     def _update(self, unit: StepUnit, buckets: list[Bucket]) -> None:
         matrices = StepMatrices(unit, fallback_step(unit, buckets), self.step_groups, self.health)
-        fresh = partial(self._fresh, unit)
-        step_matrices(_WholeMatrixRule(matrices, self.matrix_states, self.update, fresh, self.first_update))
+        step_matrices(_WholeMatrixRule(matrices, self.matrix_states, self.update, self.first_update))

@@ -19,9 +19,10 @@ from deepspeed.checkpoint.affine import (
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from torch import Tensor, nn
 
+from deepspeed_plugin.affine_maps import tensor_parallel_shard
 from deepspeed_plugin.auto_tp import Uncut, _compare
-from deepspeed_plugin.tensor_parallel_shards import TensorParallelShard, tensor_parallel_shard
 from rankwise.layout.layout import Layout, LayoutError, Shard
+from rankwise.layout.tensor_parallel_shards import TensorParallelShard
 from rankwise.routing.roles import ParameterInfo
 
 MAPS: dict[str, ParamAffineMap] = {

@@ -34,6 +34,7 @@ BLOCKS: dict[str, Any] = {
     "grouped_heads.weight": {"q": 12, "k": 6, "v": 6, "groups": 2, "heads": [2, 1, 1]},
     "column_heads.weight": {"q": 12, "k": 12, "v": 12, "heads": [2, 2, 2]},
     "latent_heads.weight": {"k": 7, "v": 6, "groups": 2, "heads": [1, 1]},
+    "lone_heads.weight": {"q": 18, "heads": 3},
 }
 
 

@@ -63,7 +63,8 @@ def operations(kind: Any, options: dict[str, Any], layers: int, module: Any) -> 
         optimizer.zero_grad()
         model(torch.randn(4, 8)).square().mean().backward()
         on_host = [state[name] for state in optimizer.state.values() for name in state if name == "step"]
-        on_host += [state[name] for state in optimizer.matrix_states.values() for name in optimizer.spec.counted_states]
+        counted = [state.name for state in optimizer.spec.matrix_states if state.counted]
+        on_host += [state[name] for state in optimizer.matrix_states.values() for name in counted]
         with using(module), Launches(on_host) as counter:
             optimizer.step()
         assert step == 0 or counter.found

@@ -28,7 +28,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP2": (2, {"tp": 2, "clip": 0.0}),
     "TP2 DP2": (4, {"tp": 2, "clip": 0.0, **DISTRIBUTED}),
 }
-FUSED = ("linear_qkv", "linear_fc1", "linear_kv_down_proj", "linear_kv_up_proj")
+FUSED = ("linear_qkv", "linear_fc1", "linear_kv_down_proj", "linear_kv_up_proj", "linear_q_proj")
 _HEAD, _GROUPS = HIDDEN // HEADS, HEADS // 2
 _KEY, _VALUE = LATENT["qk_head_dim"], LATENT["v_head_dim"]
 
@@ -49,6 +49,8 @@ def rows_of(name: str, shape: torch.Size, heads: bool) -> dict[str, list[int]]:
     if layer == "linear_kv_up_proj":
         sizes = [(f"{part}.{head}", size) for head in range(HEADS) for part, size in (("k", _KEY), ("v", _VALUE))]
         return _together(sizes, heads)
+    if layer == "linear_q_proj" and heads:
+        return _together([(f"q.{head}", _KEY + LATENT["qk_pos_emb_head_dim"]) for head in range(HEADS)], heads)
     return {}
 
 
@@ -89,7 +91,7 @@ KINDS = {
     "parts and experts": Kind({"moe": 4, "dense_layers": 1, "sp": True}, (2 * 3 + 5 * 2, 2 * 2 + 5 * 2)),
     "heads": Kind({"layers": 1}, (8 + 2, 4), heads=True),
     "latent": Kind({"layers": 1, "latent": True}, (2 + 2 + 2, 6)),
-    "latent heads": Kind({"layers": 1, "latent": True}, (2 + 8 + 2, 6), heads=True),
+    "latent heads": Kind({"layers": 1, "latent": True}, (2 + 8 + 2 + HEADS, 6), heads=True),
     "moved": Kind({"layers": 1}, (3 + 2, 4), moved=True),
 }
 
@@ -103,7 +105,11 @@ class _Twin:
         for name, weight in weights.items():
             for part, rows in rows_of(name, weight.shape, heads).items():
                 self._add(f"{name}[{part}]", name, rows, weight.to(dtype))
-        options = {name: getattr(inner.options, name) for name in inner.options.names() if name != "blocks"}
+        options = {
+            name: getattr(inner.options, name)
+            for name in inner.options.names()
+            if name not in ("blocks", "split_heads")
+        }
         inside = str(dtype).removeprefix("torch.")
         options |= {name: inside for name, value in options.items() if name.endswith("dtype") and value == "float32"}
         self.optimizer = type(inner)([layer.weight for layer in self.layers.values()], **options)

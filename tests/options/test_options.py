@@ -26,7 +26,7 @@ FLAGS = [1, "true", None]
 PATTERNS = ["*gate*", (1,), 3, None]
 LAYOUTS = {
     "it must be a dictionary from name patterns to layouts": ["qkv", ["*qkv*"], 3, {1: "qkv"}],
-    r"the layout of '\*' must be one of qkv, heads, none, or sizes": [{"*": "kqv"}, {"*": None}, {"*": 3}],
+    r"the layout of '\*' must be one of qkv, heads, groups, none, or sizes": [{"*": "kqv"}, {"*": None}, {"*": 3}],
     r"the sizes of '\*' must be": [
         {"*": [4]},
         {"*": [4, 0]},

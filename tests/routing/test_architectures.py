@@ -26,7 +26,7 @@ def expected(architecture: Architecture, name: str) -> tuple[str, FusedShape | N
             return "matrix", fused
     for rule, patterns in (("fallback", architecture.fallback), ("matrix", architecture.whole)):
         if any(fnmatch(name, pattern) for pattern in patterns):
-            return rule, None
+            return rule, next((heads for alone, heads in architecture.heads.items() if fnmatch(name, alone)), None)
     return None
 
 
@@ -45,7 +45,7 @@ def test_weights_go_where_the_table_says(title: str) -> None:
             assert found(info) == expected(architecture, info.name), info
             assert info.fused is not None or not looks_fused(info.name, info.shape, info.role), info
     names = [info.name for info in infos if len(info.shape) > 1]
-    for pattern in (*architecture.blocks, *architecture.whole):
+    for pattern in (*architecture.blocks, *architecture.whole, *architecture.heads):
         assert any(fnmatch(name, pattern) for name in names), pattern
 
 

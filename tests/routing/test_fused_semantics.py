@@ -37,7 +37,18 @@ def emptied(weight: Tensor, fused: FusedShape, runs: list[tuple[int, int]]) -> N
 
 
 def fused_weights(model: nn.Module) -> dict[str, tuple[nn.Parameter, ParameterInfo]]:
-    return {info.name: (weight, info) for weight, info in describe(model).items() if info.fused is not None}
+    return {
+        info.name: (weight, info)
+        for weight, info in describe(model).items()
+        if info.fused is not None and len(info.fused.parts) > 1
+    }
+
+
+def lone_weights(model: nn.Module) -> list[tuple[nn.Parameter, FusedShape]]:
+    """Layers of queries, keys or values alone, of the first attention."""
+    known = [(weight, info) for weight, info in describe(model).items() if info.fused and len(info.fused.parts) == 1]
+    first = {info.name.rpartition(".")[0].rpartition(".")[2]: (weight, info.fused) for weight, info in reversed(known)}
+    return [(weight, fused) for weight, fused in first.values() if fused is not None]
 
 
 # --- attention: what reaches the products ----------------------------------------------------------------------------
@@ -122,6 +133,27 @@ def test_the_rows_of_a_head_are_its_own(title: str, seen: Calls) -> None:
                 mine = [other == part and place // shared_by == position for place in range(len(zero))]
                 assert zero.tolist() == mine, (part, position, other)
                 assert torch.equal(now[other][0, ~zero], whole[other][0, ~zero]), (part, position, other)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("title", "layers"),
+    [("Llama, Mistral", 3), ("Qwen 2, Qwen 3", 3), ("gpt-oss", 3), ("BERT", 3), ("GPT-J", 3), ("DeepSeek-V2", 1)],
+)
+def test_the_rows_of_a_head_in_a_layer_of_its_own(title: str, layers: int, seen: Calls) -> None:
+    model = without_biases(title)
+    lone = lone_weights(model)
+    assert len(lone) == layers
+    for weight, fused in lone:
+        ((part, _),) = fused.parts
+        kept, heads = weight.clone(), heads_of(fused, part)
+        for position, runs in enumerate(heads):
+            emptied(weight, fused, runs)
+            now = ran(model, seen)[part]
+            weight.copy_(kept)
+            zero = (now == 0).flatten(2).all(2)[0]
+            shared_by = len(zero) // len(heads)
+            assert zero.tolist() == [place // shared_by == position for place in range(len(zero))], (part, position)
 
 
 def test_bloom_reads_its_heads_so() -> None:

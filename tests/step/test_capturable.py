@@ -80,7 +80,8 @@ class Run:
 
     def host_counts(self) -> list[Tensor]:
         states = self.optimizer.matrix_states.values()
-        counts = [state[name] for state in states for name in self.optimizer.spec.counted_states]
+        counted = [state.name for state in self.optimizer.spec.matrix_states if state.counted]
+        counts = [state[name] for state in states for name in counted]
         return counts + [state["step"] for state in self.optimizer.state.values()]
 
     def everything(self) -> dict[str, Tensor]:
@@ -347,8 +348,8 @@ def test_counts_lie_on_the_device() -> None:
         one.step()
         optimizer.load_state_dict(one.state_dict())
         assert optimizer.state[parameter]["step"].device.type == wanted
-        signature = next(iter(one.planner.units.values())).exchange.owned()[0].signature
-        fresh = optimizer._fresh(parameter.detach(), signature)
+        unit = optimizer.planner.plan_present(optimizer, optimizer.param_groups)
+        fresh = unit.fresh_states(unit.exchange.owned()[0])
         assert {fresh[name].device.type for name in ("step", "beta1")} == {wanted}
 
 

@@ -9,6 +9,7 @@ import torch
 from fused_networks import CASES, LAYERS, Network, build, distance, train, with_a_row_moved
 
 from rankwise import MARS, LDAdam
+from rankwise.options.validation import OptionError
 from rankwise.routing.fused_shape import FusedShape
 from rankwise.routing.roles import ParameterInfo, attach_info
 from rankwise.step.optimizer import ShardedOptimizer
@@ -112,7 +113,9 @@ def test_what_is_too_small_to_be_divided_says_so() -> None:
         wide, ParameterInfo("wide", (36, 12), fused=FusedShape((("q", 12), ("k", 12), ("v", 12)), heads=(6, 6, 6)))
     )
     sizes = {"q": 12, "k": 12, "v": 12, "heads": [6, 6, 6]}
-    for heads in ({"split_heads": True}, {"blocks": {"wide": "heads"}}, {"blocks": {"wide": sizes}}):
+    with pytest.raises(OptionError, match=r"'wide' do not \(unknown, heads together: q\.0: rank 2 saves nothing"):
+        LDAdam([("wide", wide)], rank=2, error_feedback=False, split_heads=True)
+    for heads in ({"blocks": {"wide": "heads"}}, {"blocks": {"wide": sizes}}):
         optimizer = LDAdam([("wide", wide)], rank=2, error_feedback=False, **heads)
         assert {each.name for each in optimizer.explain()} == {"wide[q]", "wide[k]", "wide[v]"}, heads
     alone = LDAdam([("wide", wide)], rank=2, error_feedback=False, blocks={"wide": {"q": 36, "heads": [18]}})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -12,94 +12,10 @@ from deepspeed.checkpoint.affine import AffinePiece, ParamAffineMap
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from torch import Tensor
 
-from rankwise.intervals import Interval
 from rankwise.layout.layout import LayoutError
-from rankwise.layout.layout_source import Slice
+from rankwise.layout.tensor_parallel_shards import TensorParallelShard
 
-__all__ = ["TensorParallelShard", "tensor_parallel_shard"]
-
-
-@dataclass(frozen=True)
-class TensorParallelShard:
-    """What this rank holds of a parameter.
-
-    Attributes:
-        shape: Shape of the whole parameter.
-        rank: This rank's place among the tensor-parallel ranks.
-        ways: Number of tensor-parallel ranks.
-        runs: First elements and lengths of the runs of the flattened parameter, one behind the other in the shard; None
-            where the shard has all rows.
-        columns: Block of columns [first, last) that is held of all rows; None for all columns.
-        share: This rank's place among ranks that hold the same part, and their number; a rank that holds nothing comes
-            last. (If there are fewer heads than ranks, no gradient reaches some ranks' layers.)
-    """
-
-    shape: tuple[int, ...]
-    rank: int = 0
-    ways: int = 1
-    runs: tuple[tuple[int, int], ...] | None = None
-    columns: tuple[int, int] | None = None
-    share: tuple[int, int] = (0, 1)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every tensor-parallel rank holds the parameter whole."""
-        return self.runs is None and self.columns is None
-
-    @property
-    def rows(self) -> tuple[tuple[int, int], ...] | None:
-        """The rows [start, end) of a matrix that are held; None for all rows."""
-        if self.runs is None:
-            return None
-        width = prod(self.shape[1:])
-        return tuple((start // width, (start + length) // width) for start, length in self.runs)
-
-    def slices(self, name: str, start: int, end: int, offset: int, copy: int = 0) -> list[Slice]:
-        """Return the elements [start, end) of the flattened shard in terms of the parameter.
-
-        Args:
-            name: Name of the parameter.
-            start: First element.
-            end: Element behind the last one.
-            offset: Where the first element is stored.
-            copy: Number of the data-parallel copy.
-        """
-        if self.is_whole:
-            return [Slice(name, start, end, offset, None, copy * self.ways + self.rank)]
-        if self.columns is not None:
-            return [Slice(name, start, end, offset, self.columns, copy)]
-        slices = []
-        for first, before, length in self._placed_runs():
-            held = Interval(start, end).common(before, before + length)
-            if held.length:
-                slices.append(Slice(name, *held.shifted(first - before), offset + held.start - start, None, copy))
-        return slices
-
-    def local(self, position: int) -> int:
-        """Return where an element lies in the flattened shard.
-
-        Args:
-            position: Position in the flattened parameter, or in its block of columns, as slices have it.
-        """
-        for first, before, length in self._placed_runs():
-            if first <= position < first + length:
-                return position - first + before
-        return position
-
-    def positions(self) -> Iterator[tuple[int, int, int]]:
-        """Yield first elements of runs in the parameter and in the shard, and lengths; a column block's row by row."""
-        if self.columns is None:
-            yield from self._placed_runs()
-            return
-        first, last = self.columns
-        for row in range(prod(self.shape[:-1])):
-            yield row * self.shape[-1] + first, row * (last - first), last - first
-
-    def _placed_runs(self) -> Iterator[tuple[int, int, int]]:
-        before = 0
-        for first, length in self.runs or ():
-            yield first, before, length
-            before += length
+__all__ = ["tensor_parallel_shard"]
 
 
 def tensor_parallel_shard(
