@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import count
 from typing import Any, NamedTuple
@@ -25,8 +25,41 @@ from rankwise import MARS, MKOR, LDAdam
 from rankwise.comm import host_link
 from rankwise.comm.host_link import HostLink
 from rankwise.estimate import estimate
+from rankwise.extension import MatrixOptimizer, MatrixSpec, Options, State, options_as_keywords, shared
 from rankwise.kernels.native import building
 from rankwise.layout.layout_source import WorkPlace
+
+
+@dataclass(frozen=True)
+class _Options(Options):
+    owner = "Own"
+    lr: float = shared.lr(0.02)
+    betas: tuple[float, float] = shared.betas((0.9, 0.95), "Decay rates of AdamW.")
+    eps: float = shared.eps("Added to the root.")
+    weight_decay: float = shared.weight_decay("Decoupled decay.")
+    state_dtype: str | None = shared.state_dtype("momentum_buffer", "exp_avg", "exp_avg_sq")
+    skip_nonfinite: bool = shared.skip_nonfinite()
+    transition_steps: int = shared.transition_steps()
+    offload_compute: str = shared.offload_compute()
+
+
+class _Spec(MatrixSpec):
+    states = (State("momentum_buffer"),)
+
+
+class _Own(MatrixOptimizer):
+    """A user's rule: a cubic of its momentum."""
+
+    spec_class = _Spec
+
+    @options_as_keywords(_Options)
+    def __init__(self, params: Any, options: _Options) -> None:
+        super().__init__(params, options)
+
+    def update(self, gradient: Tensor, states: dict[str, Tensor], step: int, group: Any) -> Tensor:
+        buffer = states["momentum_buffer"].mul_(0.9).add_(gradient)
+        return buffer @ buffer.mT @ buffer / (1 + step)
+
 
 STEPS = 4
 LAYOUTS = ("replicated", "flat", "cut", "narrowed", "views")
@@ -37,6 +70,7 @@ WITH_MATRICES: dict[str, Case] = {
     "mars-int8": Case("mars-int8", MARS, {"variant": "muon", "clip": None, "state_dtype": "int8"}),
     "mars-sent": Case("mars-sent", MARS, {"variant": "muon", "comm_dtype": "int8", "ns_dtype": "bfloat16"}),
     "ldadam-narrow": Case("ldadam-narrow", LDAdam, {"rank": 2, "state_dtype": "bfloat16", "skip_nonfinite": True}),
+    "own": Case("own", _Own, {"state_dtype": "bfloat16"}),
     "mkor": Case("mkor", MKOR, {"update_interval": 1, "factor_decay": 0.9}),
     "mkor-lamb": Case("mkor-lamb", MKOR, {"update_interval": 2, "backend": "lamb", "skip_nonfinite": True}),
     "mkor-sketch": Case("mkor-sketch", MKOR, {"rule": "sketch", "update_interval": 1}),
