@@ -104,7 +104,8 @@ class DeepSpeedLayout(LayoutSource):
         if not self._engine.zero_cpu_offload():
             return None
         given = next((given for given, twin in self._twins.items() if twin is group), group)
-        return WorkPlace(torch.device(self._engine.device), given)
+        partners = None if self.tensor_parallel is None else self.tensor_parallel.group
+        return WorkPlace(torch.device(self._engine.device), given, partners)
 
     def refuse_other_attributes(self) -> None:
         """Refuse a wrapper without the attributes that say which tensors it steps.

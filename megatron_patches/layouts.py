@@ -55,8 +55,8 @@ class MegatronLayout(LayoutSource):
         self.on_host = steps_on_host(wrapper)
         """Whether the optimizer's tensors are on the host in a step."""
         self.group: dist.ProcessGroup | None = host_group(stage) if self.on_host else stage
-        self._stage = stage
         self.tensor_parallel: TensorParallel | None = groups.tensor_parallel(expert, stage)
+        self._groups_there = stage, None if self.tensor_parallel is None else self.tensor_parallel.group
         if self.on_host and self.tensor_parallel is not None:
             self.tensor_parallel = replace(self.tensor_parallel, group=host_group(self.tensor_parallel.group))
         self.layer_wise = layer_wise
@@ -88,7 +88,8 @@ class MegatronLayout(LayoutSource):
         """The model's device, where main weights and states are on the host in a step."""
         if not self.on_host:
             return None
-        return WorkPlace(next(iter(self._parameters)).device, self._stage if group is self.group else group)
+        stage, partners = self._groups_there
+        return WorkPlace(next(iter(self._parameters)).device, stage if group is self.group else group, partners)
 
     def contents(self, tensor: Tensor) -> TensorContents:
         """Return what a tensor of the param groups stores."""

@@ -151,7 +151,7 @@ def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstima
                 owner = ranks[plan.owners[task.key]]
                 owner.flops += task.cost
                 owner.matrix_flops += task.cost
-                if unit.collectives.on_host:
+                if unit.collectives.place is not None:
                     lent = sum(size for name, size in sizes.items() if not stored[name].state.counted)
                     owner.bytes_up += lent
                     owner.periodic_down += lent
@@ -169,7 +169,7 @@ def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstima
                     ranks[partner].bytes_sent += elements * itemsize
                     ranks[partner].collectives += 1
         _send(ranks, matrix_volume(unit.exchange.layout, plan, unit.exchange.wire, costs.reply))
-        if unit.collectives.on_host:
+        if unit.collectives.place is not None:
             for rank, crossing in zip(
                 ranks, link_volume(unit.exchange.layout, plan, itemsize, costs.reply), strict=True
             ):

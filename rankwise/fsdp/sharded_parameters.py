@@ -64,7 +64,7 @@ class ShardedParameters(WholeParameters):
         self._managed: dict[int, Any] = {}
         self._mesh: Any = None
         self._host: dist.ProcessGroup | None = None
-        self._far: dist.ProcessGroup | None = None
+        self._far: WorkPlace | None = None
 
     @classmethod
     def of(cls, whole: WholeParameters) -> ShardedParameters:
@@ -209,14 +209,17 @@ class ShardedParameters(WholeParameters):
             return None
         (kind,) = kinds
         index = None if kind == "cpu" else torch.get_device_module(kind).current_device()
-        if group is not None and self._far is None:
-            self._far = self._device_group(group, kind)
-        return WorkPlace(torch.device(kind, index), self._far)
+        if self._far is None:
+            near = (group, None if self.tensor_parallel is None else self.tensor_parallel.group)
+            groups = [None if ranks is None else self._device_group(ranks, kind) for ranks in near]
+            self._far = WorkPlace(torch.device(kind, index), *groups)
+        return self._far
 
     def _device_group(self, host: dist.ProcessGroup, kind: str) -> dist.ProcessGroup:
         """A group of the same ranks whose messages can carry tensors of a device; all of them call this alike."""
         ranks = dist.get_process_group_ranks(host)
-        for group in (host, *(mesh.get_group() for mesh in self._meshes if mesh.ndim == 1), dist.group.WORLD):
+        known = (mesh.get_group(dim) for mesh in self._meshes for dim in range(mesh.ndim))
+        for group in (host, *known, dist.group.WORLD):
             if group is not None and dist.get_process_group_ranks(group) == ranks and _carries(group, kind):
                 return group
         return local_group(ranks)

@@ -170,7 +170,9 @@ class LDAdam(ShardedOptimizer):
         subspaces = Subspaces(*of_states, self.spec, followed, unstepped)
 
         def holders() -> Holders:
-            assert self.planner.source.tensor_parallel is not None
-            return holders_of(self.planner.source.tensor_parallel.group, unit.traffic)
+            together, place = self.planner.source.tensor_parallel, unit.collectives.place
+            assert together is not None
+            group = place.partners if place is not None and unit.is_offloaded else together.group
+            return holders_of(group, unit.traffic)
 
         return LDAdamRule(StepMatrices(unit, matrices, self.step_groups, self.health), subspaces, holders)

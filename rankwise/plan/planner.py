@@ -317,7 +317,7 @@ class Planner:
             plan = replace(plan, keepers=keepers_in(unit, tasks, plan.owners, self.owner_of))
         wire = wire_of(getattr(self.spec.options, "comm_dtype", None), unit.dtype)
         place = self._imagined_place if layout.imagined else self.source.work_place(unit.layout.group)
-        if place is not None and computes_on_device(self.spec, place.device, unit, tasks, bool(slices)):
+        if place is not None and computes_on_device(self.spec, place.device, unit, tasks):
             how: tuple[Any, ...] = (place.device, unit.dtype, wire, None, HostLink(place.device), place.group)
         else:
             how = (unit.device, unit.dtype, wire, alone or None, None, None)
@@ -325,7 +325,7 @@ class Planner:
             self.loads = loads
         self.owner_of |= plan.owners
         self.owner_of |= plan.keepers
-        return Collectives(MatrixExchange(layout, plan, *how), slices, on_host=place is not None)
+        return Collectives(MatrixExchange(layout, plan, *how), slices, place=place)
 
     def owners(self) -> dict[str, int]:
         """Owner ranks of all planned matrices."""

@@ -31,7 +31,7 @@ from rankwise.layout.dtensors import is_sharded, local_gradients, local_view
 from rankwise.layout.equal_slices import SlicedMatrix
 from rankwise.layout.indices import DeviceIndices
 from rankwise.layout.layout import Layout
-from rankwise.layout.layout_source import TensorContents
+from rankwise.layout.layout_source import TensorContents, WorkPlace
 from rankwise.plan.low_precision_states import LowPrecisionStates, NarrowPlan, PassPart
 from rankwise.plan.notes import Note, Notes
 from rankwise.routing.roles import ParameterInfo, Rule
@@ -243,13 +243,13 @@ class Collectives:
         exchange: Carries matrices to their owners, and results back.
         slices: The matrices that the exchange has in slices.
         halo: Carries neighbours across cuts.
-        on_host: Whether a framework keeps weights and states on the host, beside the model's device.
+        place: The model's device, where a framework keeps weights and states on the host.
     """
 
     exchange: MatrixExchange | None = None
     slices: Mapping[str, SlicedMatrix] = field(default_factory=dict)
     halo: HaloExchange | None = None
-    on_host: bool = False
+    place: WorkPlace | None = None
 
 
 _STORED: Note[dict[Any, Mapping[str, StoredState]]] = Note("how the states of matrices of a signature are kept")

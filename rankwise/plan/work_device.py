@@ -8,7 +8,6 @@ from math import prod
 import torch
 
 from rankwise.comm.owner_plan import MatrixTask
-from rankwise.options.validation import OptionError
 from rankwise.plan.step_unit import StepUnit
 from rankwise.states.optimizer_spec import OptimizerSpec
 
@@ -23,31 +22,22 @@ OPERATIONS_PER_BYTE = HOST_OPERATIONS / LINK_BYTES
 one answer."""
 
 
-def computes_on_device(
-    spec: OptimizerSpec, device: torch.device, unit: StepUnit, tasks: Sequence[MatrixTask], in_slices: bool
-) -> bool:
+def computes_on_device(spec: OptimizerSpec, device: torch.device, unit: StepUnit, tasks: Sequence[MatrixTask]) -> bool:
     """Decide where a unit's matrices are multiplied; ranks have one layout and so come to one answer.
 
     Args:
         spec: What follows from the optimizer's options.
         device: The model's device; "cpu" where the host is one.
         unit: A unit whose weights and states are on the host.
-        tasks: Its matrices.
-        in_slices: Whether ranks compute slices of some together.
-
-    Raises:
-        OptionError: The device is asked for, and cannot be used.
+        tasks: Its matrices, and slices of those that ranks compute together.
     """
     wish = getattr(spec.options, "offload_compute", "auto")
-    if wish == "device" and in_slices:
-        raise OptionError(
-            f'{spec.name}: offload_compute="device" is invalid under tensor parallelism: ranks compute slices of '
-            'matrices together, over messages of the host; set offload_compute to "auto"'
-        )
     if wish != "auto":
         return wish == "device"
-    shapes = unit.layout.shapes
-    elements = sum(prod(shapes[part]) for task in tasks for part in task.parts)
+    if device.type == "cpu":
+        return False
+    # A task has the parameter of which it is a slice, once.
+    keys = {key for task in tasks for key in ((task.whole,) if task.whole is not None else task.parts)}
+    elements = sum(prod(unit.layout.shapes[key]) for key in keys)
     crossing = 2 * unit.dtype.itemsize * elements  # each goes up and comes back
-    pays = sum(task.cost for task in tasks) >= OPERATIONS_PER_BYTE * crossing
-    return device.type != "cpu" and not in_slices and pays
+    return sum(task.cost for task in tasks) >= OPERATIONS_PER_BYTE * crossing

@@ -62,7 +62,7 @@ class _Own(MatrixOptimizer):
 
 
 STEPS = 4
-LAYOUTS = ("replicated", "flat", "cut", "narrowed", "views")
+LAYOUTS = ("replicated", "flat", "cut", "narrowed", "views", "tensor")
 WITH_MATRICES: dict[str, Case] = {
     name: CASES[name]
     for name in ("mars-muon", "mars-shampoo-rms", "ldadam-ef", "ldadam-plain", "ldadam-rates", "mkor-one-sided")
@@ -81,7 +81,7 @@ class _Offloaded(Framework):
     """Keeps weights and states on the host."""
 
     def work_place(self, group: Any) -> WorkPlace | None:
-        return WorkPlace(torch.device("cpu"), group)
+        return WorkPlace(torch.device("cpu"), group, self.tensor_parallel and self.tensor_parallel.group)
 
 
 class Outcome(NamedTuple):
