@@ -193,7 +193,7 @@ def _everything(framework: Framework) -> dict[str, str]:
 @contextmanager
 def _watched() -> Iterator[Any]:
     """Operations may not mix what the link has made for the device with what belongs to the host."""
-    with pytest.MonkeyPatch.context() as patched, apart_devices.apart() as places:
+    with pytest.MonkeyPatch.context() as patched, apart_devices.apart(copies_stay=True) as places:
         for name, place in (("_memory", DEVICE), ("_host_memory", HOST)):
             made = getattr(host_link, name)
             patched.setattr(host_link, name, lambda *args, made=made, place=place: places.put(made(*args), place))
