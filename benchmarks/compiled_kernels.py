@@ -305,11 +305,11 @@ def orthogonal_steps(product: torch.dtype, rows: int, columns: int) -> None:
     orthogonal_steps_([OrthogonalStep((rows, columns), pair[0], pair[1], 1e-7, 0.2, 0.1, 1)], product)
 
 
-def factors(rule: str, dtype: torch.dtype) -> None:
+def factors(dtype: torch.dtype) -> None:
     from rankwise.mkor.cuda.factor_updates import update_factors_
 
     inverses = list(torch.zeros(2, 64, 64, dtype=dtype))
-    update_factors_(inverses, torch.zeros(2, 64), decay=0.9, rule=rule, seen=torch.ones(2, dtype=torch.bool))
+    update_factors_(inverses, torch.zeros(2, 64), decay=0.9, seen=torch.ones(2, dtype=torch.bool))
 
 
 def preconditioning(dtype: torch.dtype, bias: bool, in_fp32: bool) -> None:
@@ -396,7 +396,7 @@ CALLS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     (sonew, (1, True, "adam_official")),
     (newton_schulz, (torch.bfloat16,)),
     (newton_schulz, (torch.float32,)),
-    (factors, ("official", torch.bfloat16)),
+    (factors, (torch.bfloat16,)),
     (preconditioning, (torch.bfloat16, False, False)),
     (preconditioning, (torch.bfloat16, True, True)),
     (step_of_products, (torch.bfloat16,)),
@@ -414,7 +414,7 @@ MORE = [
     (orthogonal_steps, (torch.float32, 64, 128)),
     *((sonew, (band,)) for band in range(2, 9)),
     (preconditioning, (torch.float32, True, False)),
-    *((factors, (rule, torch.float32)) for rule in ("official", "ema", "paper_literal")),
+    (factors, (torch.float32,)),
     (low_rank_step, (True,)),
     (low_rank_step, (True, 16)),
     (low_rank_matrices, (16,)),

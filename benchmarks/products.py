@@ -37,21 +37,23 @@ def products_of(optimizer: ShardedOptimizer, device: torch.device) -> list[Produ
         for task in tasks:
             if hasattr(task.signature, "outputs"):
                 outputs, inputs = task.signature.outputs, task.signature.inputs + task.signature.has_bias
-                found += _mkor(outputs, inputs, optimizer.matrix_states[task.key], device)
+                found += _mkor(outputs, inputs, task.signature.window, device)
             else:
                 rows, columns, _, position = task.signature
                 found += _newton_schulz(rows, columns, device) * optimizer.param_groups[position]["ns_steps"]
     return found
 
 
-def _mkor(outputs: int, inputs: int, sides: Any, device: torch.device) -> list[Product]:
-    grad, between, result = (torch.randn(outputs, inputs, device=device) for _ in range(3))
-    found: list[Product] = []
-    if "left" in sides:
-        found.append(_product(torch.randn(outputs, outputs, device=device), grad, between))
-    if "right" in sides:
-        found.append(_product(between, torch.randn(inputs, inputs, device=device), result))
-    return found
+def _mkor(outputs: int, inputs: int, window: int, device: torch.device) -> list[Product]:
+    grad, result = (torch.randn(outputs, inputs, device=device) for _ in range(2))
+    left, coordinates = torch.randn(window, outputs, device=device), torch.randn(window, inputs, device=device)
+    right, others = torch.randn(window, inputs, device=device), torch.randn(outputs, window, device=device)
+    return [
+        _product(left, grad, coordinates),
+        _product(left.mT, coordinates, result),
+        _product(grad, right.mT, others),
+        _product(others, right, result),
+    ]
 
 
 def _newton_schulz(rows: int, columns: int, device: torch.device) -> list[Product]:

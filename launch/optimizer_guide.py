@@ -101,11 +101,10 @@ CHOICES: Mapping[str, Characteristics] = {
     ),
     "MKOR": Characteristics(
         "the paper's second-order steps: Kronecker factors of activations and output gradients",
-        "short of memory (two factors for each matrix); stacked experts, which take its backend",
+        "stacked experts, which take its backend",
         "second order, the paper's",
         "2 to 4",
         "+0.03? at 0.075M, -0.02 at 0.12M, -0.02 at 0.26M",
-        ("MKOR", 5.22),
     ),
     "MKOR-H": Characteristics(
         "MKOR that ends as its backend once the loss flattens",

@@ -36,9 +36,9 @@ BOUNDS: dict[str, tuple[tuple[float, int, int], tuple[float, int, int]]] = {
     "MARS-M, states int8": ((42.5, 669, 0), (49.6, 3034, 0)),
     "SONew, tridiagonal, states int8": ((83.5, 339, 0), (86.5, 1619, 0)),
     "LDAdam, rank 256, states int8": ((49.3, 255, 0), (51.6, 609, 0)),
-    "MKOR, states int8": ((21.4, 207, 0), (22.1, 624, 0)),
-    "MKOR": ((33.4, 206, 0), (34.0, 624, 0)),
-    "MKOR, factor step": ((52.0, 422, 0), (50.0, 1681, 0)),
+    "MKOR, states int8": ((21.4, 97, 0), (22.4, 532, 0)),
+    "MKOR": ((33.4, 96, 0), (34.3, 532, 0)),
+    "MKOR, factor step": ((45.6, 1039, 0), (43.7, 5245, 0)),
 }
 
 

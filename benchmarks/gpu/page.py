@@ -17,6 +17,8 @@ AdamW's:
 {summary}
 - Whole training steps are those of GPT-2 small, with AdamW as the reference. An empty cell was not measured.
 - No framework, no messages between GPUs and no CUDA graphs were timed.
+- MKOR was timed with two square factors for each matrix. Its default rule keeps windows of vectors since, which have
+  not been timed.
 - [What was expected](#what-was-expected-of-it) stands beside every figure.
 
 {device}, torch {torch}, triton {triton}, {date}. Made by

@@ -24,7 +24,7 @@ GOALS = {
     "SONew, tridiagonal": 1.8,
     "SONew, band 4": 2.8,
     "LDAdam, rank 256": 2.5,
-    "MKOR": 6.5,
+    "MKOR": 1.7,
 }
 """Most that a step may take over fused AdamW's, for the bytes and products that each must have."""
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from rankwise.comm.batch_messages import BatchPlan
 from rankwise.comm.owner_plan import BATCH_ELEMENTS, Batch, MatrixTask, Reply
+from rankwise.comm.slice_holders import Holders
 from rankwise.kernels.lists import decay_
 from rankwise.ldadam.dispatch import computes_stacks, steps_in_place_for
 from rankwise.ldadam.in_place import LowRankStep
 from rankwise.ldadam.signature import LowRankSignature
-from rankwise.ldadam.sliced_formulas import Holders
 from rankwise.ldadam.sliced_matrices import step_slices
 from rankwise.ldadam.subspaces import Subspaces
 from rankwise.ldadam.working_shards import WorkingShards, in_reply, reply_of

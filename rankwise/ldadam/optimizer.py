@@ -16,8 +16,7 @@ from rankwise.ldadam.dispatch import steps_in_place_for
 from rankwise.ldadam.low_rank_matrices import LDAdamRule
 from rankwise.ldadam.options import LDAdamOptions
 from rankwise.ldadam.signature import LowRankSignature, scratch_alone, scratch_of_a_stack
-from rankwise.ldadam.sliced_formulas import Holders, exchanged
-from rankwise.ldadam.sliced_matrices import holders_of
+from rankwise.ldadam.sliced_formulas import exchanged
 from rankwise.ldadam.spec import LDAdamSpec
 from rankwise.ldadam.subspaces import Subspaces
 from rankwise.ldadam.working_shards import reply_of
@@ -169,10 +168,5 @@ class LDAdam(ShardedOptimizer):
         of_states = self.matrix_states, self.step_groups, self.health, fresh
         subspaces = Subspaces(*of_states, self.spec, followed, unstepped)
 
-        def holders() -> Holders:
-            together, place = self.planner.source.tensor_parallel, unit.collectives.place
-            assert together is not None
-            group = place.partners if place is not None and unit.is_offloaded else together.group
-            return holders_of(group, unit.traffic)
-
-        return LDAdamRule(StepMatrices(unit, matrices, self.step_groups, self.health), subspaces, holders)
+        matrices_of_step = StepMatrices(unit, matrices, self.step_groups, self.health)
+        return LDAdamRule(matrices_of_step, subspaces, partial(self.planner.holders, unit))

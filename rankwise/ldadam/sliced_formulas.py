@@ -11,38 +11,23 @@ and all of ``M``, ``V`` and ``D``; they exchange ``X`` and ``a``, of n x r, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import Tensor, cat
 
+from rankwise.comm.slice_holders import Holders
 from rankwise.ldadam.formulas import basis_coordinates, basis_image, project
 from rankwise.updates.adamw import Scalar
 from rankwise.updates.orthonormal import (
-    Gather,
     cholesky_qr,
     cholesky_qr2,
     row_block_cholesky_qr,
     row_block_cholesky_qr2,
 )
 
-__all__ = ["Cut", "Holders", "exchanged", "next_basis_of_slices", "project_slices"]
+__all__ = ["Cut", "exchanged", "next_basis_of_slices", "project_slices"]
 
 Cut = Literal["long", "short"]
-
-
-class Holders(NamedTuple):
-    """What the holders of a matrix do together.
-
-    Attributes:
-        rank: Which of them this one is.
-        add: Sums a tensor over the holders, alike for all of them.
-        gather: Stacks the holders' tensors, (holders, ...), alike for all of them.
-    """
-
-    rank: int
-    add: Callable[[Tensor], Tensor]
-    gather: Gather
 
 
 def exchanged(cut: Cut, short: int, long: int, rank: int) -> tuple[int, ...]:

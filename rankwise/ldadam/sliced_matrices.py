@@ -1,4 +1,4 @@
-"""LDAdam's matrices of which several ranks own slices, and the messages between these ranks."""
+"""LDAdam's matrices of which several ranks own slices."""
 
 from __future__ import annotations
 
@@ -6,42 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from rankwise.comm.message_format import Traffic
 from rankwise.comm.owner_plan import Batch, MatrixTask
+from rankwise.comm.slice_holders import Holders
 from rankwise.ldadam.dispatch import moments_for
 from rankwise.ldadam.formulas import basis_weights, kept_factor, next_basis
 from rankwise.ldadam.signature import LowRankSignature
-from rankwise.ldadam.sliced_formulas import Cut, Holders, next_basis_of_slices, project_slices
+from rankwise.ldadam.sliced_formulas import Cut, next_basis_of_slices, project_slices
 from rankwise.ldadam.spec import SUBSPACE
 from rankwise.ldadam.subspaces import Subspaces
 from rankwise.states.matrix_states import MatrixState
 from rankwise.updates.orthonormal import initial_basis
 
-__all__ = ["holders_of", "step_slices"]
+__all__ = ["step_slices"]
 
 _AXES = dict(zip(SUBSPACE, ("short", "long", "long"), strict=True))
-
-
-def holders_of(group: dist.ProcessGroup | None, traffic: Traffic) -> Holders:
-    """The sums and gathers of the ranks that own slices of the same matrices."""
-
-    def add(values: Tensor) -> Tensor:
-        values = values.contiguous()
-        traffic.count(values)
-        dist.all_reduce(values, group=group)
-        return values
-
-    def gather(values: Tensor) -> Tensor:
-        values = values.contiguous()
-        traffic.count(values)
-        result = values.new_empty(dist.get_world_size(group), *values.shape)
-        dist.all_gather(list(result.unbind()), values, group=group)
-        return result
-
-    return Holders(dist.get_rank(group), add, gather)
 
 
 def step_slices(

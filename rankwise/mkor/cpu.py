@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rankwise.mkor.formulas import product_dtype
+from rankwise.mkor.windows import Window, multiply_
 from rankwise.mkor.workspace import Workspace
 
-__all__ = ["precondition_into", "update_factors_"]
+__all__ = ["multiply_into", "precondition_into", "update_factors_"]
 
 _BLOCK = 65536
 """Elements that a thread works on at a time; they and a few temporaries about fill the second-level cache."""
@@ -26,45 +26,16 @@ _LEAST_SIDE = 256
 """With fewer rows or columns at a time, products are slower than one with the whole factor."""
 
 
-class _Affine(NamedTuple):
-    """The matrix ``scale * J + sign * w w^T + diagonal * I``; without a vector ``w`` it has two terms."""
+def update_factors_(inverses: Sequence[Tensor], vectors: Tensor, *, decay: float, seen: Tensor | None = None) -> Tensor:
+    """Do :func:`rankwise.mkor.rule.rank1_inverse_update` of the official rule on many dense inverses, in place.
 
-    scale: float
-    diagonal: float
-    sign: float = 0.0
-    vector: Tensor | None = None
-
-
-class _Measured(NamedTuple):
-    """Product of an inverse with the statistics vector, and the inverse's norm, not finite if one of its entries is."""
-
-    product: Tensor
-    size: float
-
-
-def update_factors_(
-    inverses: Sequence[Tensor],
-    vectors: Tensor,
-    *,
-    decay: float,
-    rule: str = "official",
-    stabilizer: tuple[float, float] | None = (2.0, 0.9),
-    norm: str = "row_sum",
-    seen: Tensor | None = None,
-) -> Tensor:
-    """Do one step of many factor inverses, :func:`rankwise.mkor.formulas.update_factor` on each, in place.
-
-    An inverse is read twice and written once. As :func:`rankwise.mkor.cuda.factor_updates.update_factors_` does, this
-    judges a result by the largest entry that it could have rather than by its entries, and rounds what the stabilizer
-    blends to the storage type only after the rank-1 term has been added.
+    An inverse is read twice and written once. A result is judged by its rank-1 term, which is not finite where an entry
+    of the inverse is not.
 
     Args:
         inverses: (d, d) each, contiguous, of any floating-point type.
-        vectors: (n, d), a statistics vector for each inverse.
+        vectors: (n, d), a vector for each inverse.
         decay: Factor momentum.
-        rule: One of :data:`rankwise.mkor.formulas.RULES`.
-        stabilizer: Threshold and retention, or None.
-        norm: One of :data:`rankwise.mkor.formulas.FACTOR_NORMS`.
         seen: (n,) bool, inverses that take part; others keep every bit. None: all take part.
 
     Returns:
@@ -72,17 +43,29 @@ def update_factors_(
     """
     taken = [False] * len(inverses)
     for index, inverse in enumerate(inverses):
-        if seen is not None and not seen[index]:
-            continue
-        wide = torch.float64 if torch.float64 in (inverse.dtype, vectors.dtype) else torch.float32
-        vector = vectors[index].to(wide)
-        work = _workspace(inverse, wide)
-        measured = _measure(inverse, vector, norm, work)
-        stable, size = _stabilized(measured.size, stabilizer)
-        moved = _moved(stable, size, measured.product, vector, decay, rule, float(torch.finfo(inverse.dtype).max))
-        taken[index] = moved is not None
-        _apply(inverse, moved or stable, work)
+        if seen is None or seen[index]:
+            wide = torch.float64 if torch.float64 in (inverse.dtype, vectors.dtype) else torch.float32
+            taken[index] = _update_(inverse, vectors[index].to(wide), decay)
     return torch.tensor(taken, dtype=torch.bool, device="cpu")
+
+
+def _update_(inverse: Tensor, vector: Tensor, decay: float) -> bool:
+    work, root = _workspace(inverse, vector.dtype), torch.empty_like(vector)
+    for rows, block, space in _blocks(inverse, work):
+        torch.mv(block if block.dtype == space.dtype else space.copy_(block), vector, out=root[rows])
+    root.mul_(decay).add_(vector, alpha=1.0 - decay)
+    below = 1.0 + float(root.dot(vector))
+    # The root goes into the vector, which enters twice, so that the product is symmetric to the last bit.
+    if not below > 0.0 or not root.div_(math.sqrt(below)).isfinite().all():
+        return False
+    for rows, block, space in _blocks(inverse, work):
+        wide = block if block.dtype == space.dtype else space.copy_(block)
+        # addr_ is not used, because its rounding depends on the place.
+        wide.mul_(decay).addcmul_(root[rows, None], root, value=-1.0)
+        wide.diagonal(rows.start).add_(1.0 - decay)
+        if wide is not block:
+            block.copy_(wide)
+    return True
 
 
 def _blocks(matrix: Tensor, work: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -97,72 +80,6 @@ def _workspace(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     rows, columns = matrix.shape
     few = min(rows, max(1, 2 * _BLOCK * torch.get_num_threads() // columns))
     return torch.empty(few, columns, dtype=dtype, device="cpu")
-
-
-def _measure(inverse: Tensor, vector: Tensor, norm: str, work: Tensor) -> _Measured:
-    product, sizes = torch.empty_like(vector), torch.empty_like(vector)
-    for rows, block, space in _blocks(inverse, work):
-        wide = block if block.dtype == space.dtype else space.copy_(block)
-        torch.mv(wide, vector, out=product[rows])
-        torch.abs(wide, out=space)
-        torch.sum(space, 1, out=sizes[rows]) if norm == "row_sum" else torch.amax(space, 1, out=sizes[rows])
-    return _Measured(product, float(sizes.max()))
-
-
-def _stabilized(size: float, stabilizer: tuple[float, float] | None) -> tuple[_Affine, float]:
-    """Return what the stabilizer makes of an inverse of this norm, and a bound of the result's norm."""
-    if stabilizer is not None and not math.isfinite(size):
-        return _Affine(0.0, 1.0), 1.0
-    if stabilizer is not None and size > stabilizer[0]:
-        retention = stabilizer[1]
-        return _Affine(retention, 1.0 - retention), retention * size + (1.0 - retention)
-    return _Affine(1.0, 0.0), size
-
-
-def _moved(
-    stable: _Affine, size: float, product: Tensor, vector: Tensor, decay: float, rule: str, largest: float
-) -> _Affine | None:
-    """Return a stabilized inverse with its rank-1 update; None where it might not be finite."""
-    direction = stable.diagonal * vector
-    if stable.scale:
-        direction.add_(product, alpha=stable.scale)
-    if rule == "official":
-        direction.mul_(decay).add_(vector, alpha=1.0 - decay)
-    curvature = float(direction.dot(vector))
-    if rule == "official":
-        keep, sign, above, below = decay, -1.0, 1.0, 1.0 + curvature
-    elif rule == "ema":
-        keep, sign, above, below = 1.0 / decay, -1.0, 1.0 - decay, decay * (decay + (1.0 - decay) * curvature)
-    else:
-        below = decay**2 * (1.0 + decay * (1.0 - decay) * curvature)
-        keep, sign, above = decay, 1.0, 1.0 - decay
-    if not below > 0.0:
-        return None
-    # The root goes into the vector, which enters twice, so that the product is symmetric to the last bit.
-    direction.mul_(math.sqrt(above / below))
-    peak = float(direction.abs().max())
-    if not keep * size + peak * peak + 1.0 < largest:
-        return None
-    added = 1.0 - decay if rule == "official" else 0.0
-    return _Affine(keep * stable.scale, keep * stable.diagonal + added, sign, direction)
-
-
-def _apply(inverse: Tensor, change: _Affine, work: Tensor) -> None:
-    if change == _Affine(1.0, 0.0):
-        return
-    for rows, block, space in _blocks(inverse, work):
-        wide = block if block.dtype == space.dtype else space.copy_(block)
-        if change.scale:
-            wide.mul_(change.scale)
-        else:
-            wide.zero_()
-        if change.vector is not None:
-            # addr_ is not used, because its rounding depends on the place.
-            wide.addcmul_(change.vector[rows, None], change.vector, value=change.sign)
-        if change.diagonal:
-            wide.diagonal(rows.start).add_(change.diagonal)
-        if wide is not block:
-            block.copy_(wide)
 
 
 def precondition_into(
@@ -215,6 +132,35 @@ def precondition_into(
             torch.mm(factor, operand, out=result[:, lines])
     if target is None:
         for place, part in zip(_places(result if sides else factor, shape, turned), out, strict=False):
+            part.view_as(place).copy_(place)
+    if rescale:
+        _rescale_(out, parts, columns)
+
+
+def multiply_into(
+    out: Sequence[Tensor],
+    parts: Sequence[Tensor],
+    shape: tuple[int, int],
+    left: Window | None,
+    right: Window | None,
+    space: Workspace,
+    *,
+    turned: bool = False,
+    rescale: bool = True,
+    product: torch.dtype | None = None,
+) -> None:
+    """Do what :func:`precondition_into` does, which has the arguments, with factors that are windows."""
+    rows, columns = shape
+    rides = len(parts) > 1
+    whole = (rows + (turned and rides), columns + (not turned and rides))
+    dtype = product or product_dtype(parts[0], *(side.vectors for side in (left, right) if side is not None))
+    target = _in_place(out, whole, dtype)
+    matrix = space.take("factor", whole, dtype) if target is None else target
+    for place, part in zip(_places(matrix, shape, turned), parts, strict=False):
+        place.copy_(part.view_as(place))
+    multiply_(matrix, left, right)
+    if target is None:
+        for place, part in zip(_places(matrix, shape, turned), out, strict=False):
             part.view_as(place).copy_(place)
     if rescale:
         _rescale_(out, parts, columns)

@@ -12,8 +12,10 @@ from torch import Tensor
 from rankwise.comm.owner_plan import MatrixTask
 from rankwise.kernels.host_copies import HostCopy
 from rankwise.mkor.factor_schedule import FactorSchedule
+from rankwise.mkor.layer_signature import layer_of
 from rankwise.mkor.options import MKOROptions
 from rankwise.mkor.sketches import Sketches, sign_table
+from rankwise.mkor.windows import is_identity
 from rankwise.plan.notes import Note
 from rankwise.plan.planner import Planned, Planner
 from rankwise.plan.step_unit import StepUnit
@@ -90,6 +92,8 @@ class FactorSteps:
         self._unheard: set[str] = set()
         self._news: list[_News] = []
         self._failures: dict[str, float] = {}
+        # Whose count of failures is a matrix's: its own, or that of its first slice.
+        self._reports: dict[str, str] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has captured no model.
@@ -149,14 +153,9 @@ class FactorSteps:
 
     def _drop_untouched(self, keys: Sequence[str]) -> None:
         """Drop the states of matrices that are left out if their factors are still the identity."""
-        for key in keys:
-            state = self._matrix_states.get(key, {})
-            factors = [value for side, value in state.items() if side != "failures"]
-            if all(
-                torch.equal(factor, torch.eye(len(factor), dtype=factor.dtype, device=factor.device))
-                for factor in factors
-            ):
-                self._matrix_states.pop(key, None)
+        for task, state in list(self._matrix_states.items()):
+            if self._table.base_name(task) in keys and all(map(is_identity, state, state.values())):
+                self._matrix_states.pop(task)
 
     # --- when ---------------------------------------------------------------------------------------------------
 
@@ -165,11 +164,12 @@ class FactorSteps:
 
         A weight that has joined its bias's param group, or left it, starts its factors anew, as their sides differ.
         """
+        self._reports |= {layer_of(task): task.key for task in reversed(tasks)}
         rode = {task.key: self._rides_along.get(task.key, task.signature.has_bias) for task in tasks}
         self._matrix_states.drop([task.key for task in tasks if rode[task.key] != task.signature.has_bias])
         self._rides_along.update((task.key, task.signature.has_bias) for task in tasks)
         left_out = self.schedule.left_out.intersection(unit.layout.shapes, self._statistics.records)
-        keys = sorted({task.key for task in tasks} | left_out)
+        keys = sorted({layer_of(task) for task in tasks} | left_out)
         places = dict(unit.key_tensors)
         if unit.tensors and not places and unit.missing_alike:
             places = {entry.key: entry.shard.tensor for entry in unit.entries}
@@ -298,7 +298,7 @@ class FactorSteps:
 
     def _own_report(self, key: str) -> Tensor | None:
         """Return what this rank adds to the report on a matrix: failures if it is the owner, and a glimpse."""
-        failures = self._matrix_states.get(key, {}).get("failures")
+        failures = self._matrix_states.get(self._reports.get(key, key), {}).get("failures")
         if key not in self.schedule.glimpsed:
             return failures
         device = self._statistics.records[key].sum_input.device

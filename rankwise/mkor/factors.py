@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +17,12 @@ from rankwise.kernels.dispatch import product_dtype_for
 from rankwise.layout.fused_blocks import Block
 from rankwise.mkor import formulas
 from rankwise.mkor.dispatch import factor_update_for, precondition_into_for, together_for
-from rankwise.mkor.layer_signature import LayerSignature
+from rankwise.mkor.layer_signature import LayerSignature, layer_of
 from rankwise.mkor.options import MKOROptions
 from rankwise.mkor.preconditioning import Gradient, Preconditioned
 from rankwise.mkor.product_groups import ProductGroups
 from rankwise.mkor.rule import Rule, guarded, rescale_to_norm
+from rankwise.mkor.windows import Factor, Norms, Window, factor_of, multiply_, update_windows_
 from rankwise.mkor.workspace import Workspace
 from rankwise.states.matrix_states import MatrixState
 from rankwise.statistics.factor_vectors import LayerVectors
@@ -52,6 +54,16 @@ class KroneckerFactors:
         # Users ask for wider factors because of their digits.
         return product_dtype_for(device, dtype) if self._options.factor_dtype == "bfloat16" else dtype
 
+    @property
+    def narrow_sums(self) -> bool:
+        """Whether sums over the holders of slices travel in bfloat16, as messages in few bits are asked for."""
+        return self._options.comm_dtype is not None
+
+    @property
+    def rescales(self) -> bool:
+        """Whether gradients keep their norms."""
+        return self._options.rescale is not None
+
     @staticmethod
     def computes_singly(device: torch.device, dtype: torch.dtype) -> bool:
         """Whether :meth:`apply_to_one` takes gradients of this type on this device."""
@@ -63,6 +75,7 @@ class KroneckerFactors:
         states: Sequence[MatrixState],
         vectors: Mapping[str, LayerVectors],
         decay: float,
+        norms: Norms | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Do one guarded rank-1 update of both sides of a batch; a matrix that saw no token keeps its factors.
 
@@ -71,18 +84,20 @@ class KroneckerFactors:
             states: States of the matrices, changed in place.
             vectors: Statistics of the matrices, by key.
             decay: Factor momentum.
+            norms: What measures windows, where ranks do it together.
 
         Returns:
             Number of matrices that moved, and of those that stayed because the result was not finite, 0-d.
         """
-        seen = torch.cat([vectors[task.key][2] for task in tasks]) > 0
+        seen = torch.cat([vectors[layer_of(task)][2] for task in tasks]) > 0
         healthy = torch.ones_like(seen)
         for side in ("right", *tasks[0].signature.lefts):
-            if side in states[0]:
+            factors = _alike(states, side)
+            if factors is not None:
                 vector = self._vector(side, tasks, vectors)
                 if self._options.sketches:
                     vector = self._of_sketch(vector)
-                healthy &= self._update([state[side] for state in states], vector, seen, decay) | ~seen
+                healthy &= self._update(factors, vector, seen, decay, norms) | ~seen
         failures = [state["failures"] for state in states]
         torch._foreach_copy_(failures, list(torch.where(healthy, 0, torch.stack(failures) + 1)))
         return (healthy & seen).sum(), (~healthy).sum()
@@ -98,44 +113,35 @@ class KroneckerFactors:
 
     def _vector(self, side: str, tasks: Sequence[MatrixTask], vectors: Mapping[str, LayerVectors]) -> Tensor:
         if side != "right":
-            outputs = torch.stack([vectors[task.key][1] for task in tasks]) * self._options.output_gain
+            outputs = torch.stack([vectors[layer_of(task)][1] for task in tasks]) * self._options.output_gain
             blocks = [block for block in tasks[0].signature.blocks if side == f"left[{block.name}]"]
             return replace(blocks[0], by_columns=False).of(outputs, outputs.shape[1]).flatten(1) if blocks else outputs
-        inputs = torch.stack([vectors[task.key][0] for task in tasks])
+        inputs = torch.stack([vectors[layer_of(task)][0] for task in tasks])
         return torch.cat([inputs, torch.ones_like(inputs[:, :1])], dim=1) if tasks[0].signature.has_bias else inputs
 
-    def _update(self, inverses: list[Tensor], vectors: Tensor, seen: Tensor, decay: float) -> Tensor:
+    def _update(self, inverses: list[Any], vectors: Tensor, seen: Tensor, decay: float, norms: Norms | None) -> Tensor:
         """Move the inverses that were seen, in place, and return which of them took the update."""
         options = self._options
+        if options.window:
+            product = self.product_type(vectors.device, vectors.dtype)
+            of_norm: Any = {"stabilizer": self._stabilizer, "norm": options.stabilizer_norm, "product": product}
+            return update_windows_(inverses, vectors, decay=decay, seen=seen, norms=norms, **of_norm)
         update_in_place = factor_update_for(vectors.device, vectors.dtype, inverses[0].dtype)
-        if update_in_place is not None:
-            return update_in_place(
-                inverses,
-                vectors,
-                decay=decay,
-                rule=self._formula,
-                stabilizer=self._stabilizer,
-                norm=options.stabilizer_norm,
-                seen=seen,
-            )
-        old = torch.stack(inverses)
-        new, ok = self._moved(old, vectors, decay)
-        torch._foreach_copy_(inverses, list(torch.where(seen[:, None, None], new, old)))
-        return ok
+        if options.sketches and update_in_place is not None:
+            return update_in_place(inverses, vectors, decay=decay, seen=seen)
+        taken = []
+        for old, vector, is_seen in zip(inverses, vectors, seen, strict=True):
+            new, ok = self._moved(old, vector, decay)
+            old.copy_(torch.where(is_seen, new, old))
+            taken.append(ok)
+        return torch.stack(taken)
 
     def _moved(self, old: Tensor, vector: Tensor, decay: float) -> tuple[Tensor, Tensor]:
         options = self._options
         if self._stabilizer is None:
-            moved = formulas.rank1_inverse_update(old, vector, decay, self._formula)
-            return guarded(moved, old)
-        return formulas.update_factor(
-            old,
-            vector,
-            decay,
-            self._formula,
-            *self._stabilizer,
-            norm=options.stabilizer_norm,  # type: ignore[arg-type]
-        )
+            return guarded(formulas.rank1_inverse_update(old, vector, decay, self._formula), old)
+        norm: Any = options.stabilizer_norm
+        return formulas.update_factor(old, vector, decay, self._formula, *self._stabilizer, norm=norm)
 
     def apply(
         self,
@@ -176,16 +182,16 @@ class KroneckerFactors:
                 for state, (weight, *biases) in zip(states, parts, strict=True)
             ]
             out = [row.split(sizes) for row in result]
-            together.precondition_into(out, gradients, product, self._options.rescale is not None)
+            together.precondition_into(out, gradients, product, self.rescales)
             return result
-        left, right = ([state[side] for state in states] if side in states[0] else None for side in ("left", "right"))
+        left, right = _alike(states, "left"), _alike(states, "right")
         shape = (signature.outputs, signature.inputs)
         if signature.transposed:
             # The factors are symmetric, so that they change places for a transposed gradient; its bias is its last row.
             left, right = right, left
             shape = (signature.inputs + signature.has_bias, signature.outputs)
         update = _products(stack, shape, left, right, product)
-        if self._options.rescale is None:
+        if not self.rescales:
             return update
         norms = (formulas.gradient_norm(stacked[:, None]) for stacked in (update, stack))
         return rescale_to_norm(update[:, None], stack[:, None], *norms)[:, 0]
@@ -198,16 +204,15 @@ class KroneckerFactors:
         self,
         arrangement: ProductGroups,
         runs: Sequence[Tensor],
-        lefts: Sequence[Tensor | None],
-        rights: Sequence[Tensor | None],
+        lefts: Sequence[Factor | None],
+        rights: Sequence[Factor | None],
         form: ModuleType,
         product: torch.dtype,
     ) -> Preconditioned:
         """Precondition gradients of many matrices as
         :func:`rankwise.mkor.cuda.preconditioning_together.preconditioned_as` does.
         """
-        rescale = self._options.rescale is not None
-        return form.preconditioned_as(arrangement, runs, lefts, rights, product, rescale)  # type: ignore[no-any-return]
+        return form.preconditioned_as(arrangement, runs, lefts, rights, product, self.rescales)  # type: ignore[no-any-return]
 
     def apply_to_one(
         self,
@@ -240,14 +245,13 @@ class KroneckerFactors:
                     target.copy_(values.view(target.shape))
         if signature.blocks:
             return
-        left, right = state.get("left"), state.get("right")
+        left, right = factor_of(state, "left"), factor_of(state, "right")
         shape, turned = (signature.outputs, signature.inputs), signature.transposed
         if turned:
             left, right, shape = right, left, shape[::-1]
-        rescale = self._options.rescale is not None
-        into = precondition_into_for(parts[0].device, parts[0].dtype)
+        into = precondition_into_for(parts[0].device, parts[0].dtype, signature.window > 0)
         assert into is not None
-        into(out, parts, shape, left, right, space, turned=turned, rescale=rescale, product=product)
+        into(out, parts, shape, left, right, space, turned=turned, rescale=self.rescales, product=product)
 
 
 def _by_block(
@@ -267,14 +271,19 @@ def _by_block(
 
 def _of_block(state: MatrixState, block: Block) -> MatrixState:
     """Return the factors of one block by the names that they would have in a layer of its own."""
-    names = {f"left[{block.name}]": "left", "right": "right"}
-    return {name: state[key] for key, name in names.items() if key in state}
+    mark = f"[{block.name}]"
+    return {key.removesuffix(mark): value for key, value in state.items() if key.endswith(mark) or "right" in key}
+
+
+def _alike(states: Sequence[MatrixState], side: str) -> list[Any] | None:
+    """Return the factors of one side of matrices of one signature; None if they have none."""
+    return None if factor_of(states[0], side) is None else [factor_of(state, side) for state in states]
 
 
 def _gradient(
     signature: LayerSignature, state: MatrixState, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()
 ) -> Gradient:
-    left, right = state.get("left"), state.get("right")
+    left, right = factor_of(state, "left"), factor_of(state, "right")
     rows, columns = signature.outputs, signature.inputs
     if signature.transposed:
         left, right, rows, columns = right, left, columns, rows
@@ -284,16 +293,24 @@ def _gradient(
 def _products(
     stack: Tensor,
     shape: tuple[int, int],
-    left: Sequence[Tensor] | None,
-    right: Sequence[Tensor] | None,
+    left: Sequence[Factor] | None,
+    right: Sequence[Factor] | None,
     dtype: torch.dtype,
 ) -> Tensor:
     """Multiply a batch by its factors; what follows a matrix in a row of the batch is the matrix's last column."""
     elements = math.prod(shape)
     matrix = stack[:, :elements].view(-1, *shape)
     whole = torch.cat([matrix, stack[:, elements:, None]], dim=2) if stack.shape[1] > elements else matrix
-    stacked = [None if side is None else torch.stack(list(side)) for side in (left, right)]
-    product = formulas.apply_inverses(whole, stacked[0], stacked[1], dtype)
+    product = _product(whole, left, right, dtype)
     if whole is matrix:
         return product.view_as(stack)
     return torch.cat([product[..., : shape[1]].flatten(1), product[..., shape[1]]], dim=1)
+
+
+def _product(matrices: Tensor, left: Sequence[Any] | None, right: Sequence[Any] | None, dtype: torch.dtype) -> Tensor:
+    sides = [*(left or ()), *(right or ())]
+    if sides and isinstance(sides[0], Window):
+        stacked = [None if side is None else Window.of(side) for side in (left, right)]
+        return multiply_(matrices.to(dtype, copy=True), *stacked).to(matrices.dtype)
+    dense = [None if side is None else torch.stack(list(side)) for side in (left, right)]
+    return formulas.apply_inverses(matrices, *dense, dtype)

@@ -55,9 +55,6 @@ def rank1_inverse_update(inverse: Tensor, vector: Tensor, decay: float, rule: Ru
 def stabilize(inverse: Tensor, threshold: float, retention: float, norm: FactorNorm = "row_sum") -> Tensor:
     """Do :func:`rankwise.mkor.rule.stabilize`.
 
-    CPUs (``_stabilized`` in :mod:`rankwise.mkor.cpu`) and other devices (``_decide_kernel`` in
-    :mod:`rankwise.mkor.cuda.factor_updates`) have forms of it that work in place.
-
     Args:
         inverse: Factor inverse, ``(..., d, d)``.
         threshold: Norm above which the stabilizer acts, not negative.

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from rankwise.comm.owner_plan import MatrixTask
 from rankwise.layout.fused_blocks import Block
 
-__all__ = ["LayerSignature"]
+__all__ = ["LayerSignature", "layer_of"]
 
 
 class LayerSignature(NamedTuple):
@@ -24,6 +25,9 @@ class LayerSignature(NamedTuple):
         position: Position of the param group.
         blocks: Matrices that the weight's outputs are divided into; empty for a single matrix. They share the right
             factor, because they share the inputs.
+        window: Vectors of each factor inverse; 0 for dense ones.
+        cut: The axis of the matrix of which this is a slice; None for a whole one.
+        slices: Number of slices.
     """
 
     outputs: int
@@ -32,12 +36,25 @@ class LayerSignature(NamedTuple):
     transposed: bool
     position: int
     blocks: tuple[Block, ...] = ()
+    window: int = 0
+    cut: int | None = None
+    slices: int = 1
 
     @property
     def cost(self) -> float:
         """Floating-point operations of preconditioning one matrix."""
         columns = self.inputs + self.has_bias
+        if self.window:
+            return float(8 * self.window * self.outputs * columns)
         return sum(float(2 * outputs * columns * (outputs + columns)) for outputs in self.lefts.values())
+
+    @property
+    def whole_shape(self) -> tuple[int, int]:
+        """Outputs and inputs of the matrix, also where this is a slice of it."""
+        sides = [self.outputs, self.inputs]
+        if self.cut is not None:
+            sides[self.cut] *= self.slices
+        return sides[0], sides[1]
 
     @property
     def lefts(self) -> Mapping[str, int]:
@@ -64,3 +81,8 @@ class LayerSignature(NamedTuple):
     def sizes(self) -> tuple[int, ...]:
         """Number of elements of the weight and, if it rides along, of the bias."""
         return (self.outputs * self.inputs, self.outputs)[: 1 + self.has_bias]
+
+
+def layer_of(task: MatrixTask) -> str:
+    """Name of the weight that a task is, or of which it is a slice."""
+    return task.whole or task.key

@@ -13,6 +13,7 @@ from rankwise.intervals import Run
 from rankwise.kernels.run_views import TensorRuns
 from rankwise.mkor.layer_signature import LayerSignature
 from rankwise.mkor.product_groups import GradientForm, ProductGroups
+from rankwise.mkor.windows import Factor, factor_of
 from rankwise.plan.step_unit import WHOLE
 from rankwise.states.entries import Entry
 from rankwise.states.matrix_states import MatrixState
@@ -76,10 +77,10 @@ class LocalMatrixPlan:
         found = [position for position, (index, _) in enumerate(self.runs) if index in place_of]
         return found, [(place_of[index], own) for index, own in map(self.runs.__getitem__, found)]
 
-    def factors(self, states: Sequence[Mapping[str, Tensor]]) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    def factors(self, states: Sequence[Mapping[str, Tensor]]) -> tuple[list[Factor | None], list[Factor | None]]:
         """Factors for the rows and for the columns of every gradient."""
-        lefts = [None if left is None else states[place][left] for _, place, left, _ in self._gradients]
-        rights = [None if right is None else states[place][right] for _, place, _, right in self._gradients]
+        lefts = [factor_of(states[place], left) for _, place, left, _ in self._gradients]
+        rights = [factor_of(states[place], right) for _, place, _, right in self._gradients]
         return lefts, rights
 
 
@@ -109,9 +110,10 @@ def _factored(
     weights: tuple[int, ...],
     biases: tuple[int, ...] = (),
 ) -> _Factored:
-    left, right = (side if side in state else None for side in (name, "right"))
+    left, right = (None if factor_of(state, side) is None else side for side in (name, "right"))
     rows, columns = signature.outputs, signature.inputs
     if signature.transposed:
         left, right, rows, columns = right, left, columns, rows
     sides = left is not None, right is not None
-    return _Factored(GradientForm(rows, columns, weights, biases, signature.transposed, *sides), place, left, right)
+    form = GradientForm(rows, columns, weights, biases, signature.transposed, *sides, signature.window > 0)
+    return _Factored(form, place, left, right)

@@ -9,16 +9,27 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rankwise.comm.message_format import Traffic
-from rankwise.comm.owner_plan import MatrixTask
+from rankwise.comm.owner_plan import Batch, MatrixTask
+from rankwise.comm.quantized_messages import wire_of
 from rankwise.kernels.surroundings import stand_ins, undisturbed, undisturbed_anywhere
+from rankwise.layout.equal_slices import SlicedMatrix, find_slices
 from rankwise.mkor.factor_steps import WATCHED, FactorSteps
 from rankwise.mkor.hybrid_switch import Switch
+from rankwise.mkor.layer_signature import LayerSignature, layer_of
 from rankwise.mkor.options import MKOROptions
-from rankwise.mkor.preconditioned_matrices import MKORRule, matrix_tasks, uncaptured_tasks
+from rankwise.mkor.preconditioned_matrices import (
+    MKORRule,
+    divisible,
+    matrix_tasks,
+    sliced_tasks,
+    uncaptured_tasks,
+)
 from rankwise.mkor.preconditioning import scratch_of
+from rankwise.mkor.sliced_windows import exchanged, sends_less
 from rankwise.mkor.spec import MKORSpec
 from rankwise.mkor.workspace import SPACE
 from rankwise.options.constructor import options_as_keywords
@@ -219,13 +230,56 @@ class MKOR(ShardedOptimizer):
         if self.switch.is_over:
             return Collectives()
         table = self.table
+        records, window = self.statistics.records, self.options.window
         listens = self.needs_capture
-        tasks = matrix_tasks(unit, self.statistics.records, table) if listens else uncaptured_tasks(unit, table)
+        tasks = matrix_tasks(unit, records, table, window) if listens else uncaptured_tasks(unit, table)
         product = self._factors.product_type(unit.device, unit.dtype)
         # Matrices that lie whole on their owner are then stepped together.
         alone = self._factors.together(unit.device, unit.dtype, product) is not None
+        slices = self._slices(unit, tasks)
+        tasks = sliced_tasks(tasks, slices)
         self.factor_steps.watch(unit, tasks)
-        return self.planner.choose_owners(unit, tasks, alone=alone)
+        return self.planner.choose_owners(unit, tasks, slices, alone=alone)
+
+    def _slices(self, unit: StepUnit, tasks: Sequence[MatrixTask]) -> dict[str, SlicedMatrix]:
+        """The matrices that ranks compute together, one slice each."""
+        together = self.planner.source.tensor_parallel
+        signatures = {task.key: task.signature for task in tasks if divisible(task.signature)}
+        if together is None or not signatures:
+            return {}
+        found = {}
+        for key, matrix in find_slices(unit.layout, signatures, together.sets).items():
+            # Parts of vectors are put together in the order of the ranks.
+            in_order = all(list(ranks) == sorted(set(ranks)) for ranks in matrix.owners)
+            if (
+                in_order
+                and self.options.window % matrix.count == 0
+                and (together.near or self._sends_less(unit, matrix))
+            ):
+                found[key] = matrix
+        return found
+
+    def _sends_less(self, unit: StepUnit, matrix: SlicedMatrix) -> bool:
+        """Whether slices of a matrix send less than gathering it would."""
+        shape = list(matrix.shape)
+        shape[matrix.axis] *= matrix.count
+        wire, block = wire_of(self.options.comm_dtype, unit.dtype), 1 << 10
+        widths = (*self._widths(unit), wire.bytes_of(block) / block)
+        return sends_less(self.options.window, (shape[0], shape[1]), matrix.axis, matrix.count, widths)
+
+    def _widths(self, unit: StepUnit) -> tuple[int, int]:
+        """Bytes of an element in the sums of products of slices, and in the gathers of vectors."""
+        summed = 2 if self.options.comm_dtype else unit.dtype.itemsize
+        return summed, getattr(torch, self.options.factor_dtype).itemsize
+
+    def _together(self, unit: StepUnit, batch: Batch) -> tuple[int, ...]:
+        """Elements of the messages between ranks that compute slices together."""
+        signature: LayerSignature = batch.signature
+        if signature.cut is None:
+            return ()
+        matrices = len({task.whole for task in batch.tasks})
+        sizes = exchanged(signature.window, signature.whole_shape, signature.cut, signature.slices, self._widths(unit))
+        return tuple(-(-matrices * size // unit.dtype.itemsize) for size in sizes[: 2 + self._factors.rescales])
 
     def _unit(self) -> StepUnit:
         self.statistics.join_replicas()
@@ -239,13 +293,16 @@ class MKOR(ShardedOptimizer):
         """Return the costs of a step: LAMB's norms, the factors, and the vectors of factor steps."""
         tasks = [] if unit.exchange is None else [task for batch in unit.exchange.plan.batches for task in batch.tasks]
         # A layer sends two vectors, its number of tokens and its number of failures.
-        elements = sum(task.signature.outputs + task.signature.inputs + 2 for task in tasks)
+        elements = sum(
+            sum(shape) + 2 for shape in {layer_of(task): task.signature.whole_shape for task in tasks}.values()
+        )
         return StepCosts(
             sums=(2,) if self.options.backend == "lamb" else (),
             periodic=self._periodic_messages(unit, elements * unit.dtype.itemsize),
             period=self.options.interval,
             brought=_vectors_of if self.needs_capture else lambda task: 0,
             scratch=ScratchMemory(alone=_scratch_of, stacked=_scratch_of, spends_stack=True),
+            together=partial(self._together, unit),
             scalars=(8,) * (bool(tasks) and not unit.layout.all_hold) + (16,) * self.switch.watches(unit),
         )
 
@@ -285,7 +342,8 @@ class MKOR(ShardedOptimizer):
         fetch_kept_states(unit, self.matrix_states)
         unit.notes[_MOVED] = list(due)
         matrices = StepMatrices(unit, buckets, self.param_groups, self.health)
-        rule = MKORRule(matrices, self._first_order, self._factors, self.matrix_states, vectors)
+        holders = partial(self.planner.holders, unit)
+        rule = MKORRule(matrices, self._first_order, self._factors, self.matrix_states, vectors, holders)
         step_matrices(rule)
         return rule.remaining()
 
@@ -332,4 +390,4 @@ class MKOR(ShardedOptimizer):
 
 def _vectors_of(task: MatrixTask) -> int:
     """Elements of what a layer's factors follow: an input, an output gradient and the number of tokens."""
-    return int(task.signature.inputs + task.signature.outputs + 1)
+    return int(sum(task.signature.whole_shape)) + 1

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from rankwise.mkor.backends import FirstOrder
+from rankwise.mkor.windows import MOST_VECTORS, window_length
 from rankwise.options import shared
 from rankwise.options.checks import (
     LARGEST,
@@ -81,7 +83,8 @@ class MKOROptions(Options):
         Choice("official", "ema", "paper_literal", "sketch"),
         'The published code, the paper\'s derivation, or ("paper_literal") the printed formula, which is the inverse '
         'of nothing. "sketch": as "official", but the factors follow random combinations of the rows and columns of '
-        "the gradient itself: nothing is captured or sent, and no bias rides along.",
+        'the gradient itself: nothing is captured or sent, and no bias rides along. "official" keeps vectors, linear '
+        "in the width; the others keep square matrices.",
     )
     sketch_gain: float = option(
         0.04,
@@ -107,8 +110,8 @@ class MKOROptions(Options):
     factor_dtype: str = option(
         "bfloat16",
         FloatType(),
-        "Storage type of the factor inverses. All arithmetic outside the products is float32, or float64 for float64 "
-        "parameters.",
+        'Storage type of the factor inverses; with rule "official" a wider one keeps more vectors, down to its own '
+        "rounding. All arithmetic outside the products is float32, or float64 for float64 parameters.",
     )
     product_dtype: str = option(
         "auto",
@@ -172,6 +175,11 @@ class MKOROptions(Options):
         """Factor momentum."""
         return float(self.value_of("factor_decay"))
 
+    @property
+    def window(self) -> int:
+        """Vectors of each factor inverse where rule "official" keeps a window of them; 0 for dense factors."""
+        return window_length(self.decay, getattr(torch, self.factor_dtype)) if self.rule == "official" else 0
+
     def value_of(self, key: str) -> Any:
         """Return the value of an option, with the default that its rule decides."""
         decided = _OF_SKETCHES if self.sketches else _OF_MEANS
@@ -203,6 +211,13 @@ class MKOROptions(Options):
 
     def _check_together(self) -> None:
         self._refuse_unread()
+        if self.window > MOST_VECTORS:
+            self._fail(
+                "factor_decay",
+                f"it must leave no more than {MOST_VECTORS} vectors above the rounding of factor_dtype with rule "
+                f"'official', not {self.window}",
+                "lower it, or set rule to 'ema' or 'sketch', whose factors are dense",
+            )
         if self.backend != "adamw" and self.weight_decay_method != "decoupled":
             self._fail(
                 "weight_decay_method",

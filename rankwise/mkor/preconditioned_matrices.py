@@ -12,14 +12,17 @@ from torch import Tensor
 
 from rankwise.comm.batch_messages import BatchPlan
 from rankwise.comm.owner_plan import Batch, MatrixTask
+from rankwise.comm.slice_holders import Holders
 from rankwise.kernels.run_views import RunViews, chosen_of
+from rankwise.layout.equal_slices import SlicedMatrix
 from rankwise.layout.layout import LayoutError
 from rankwise.mkor.backends import FirstOrder
 from rankwise.mkor.factors import KroneckerFactors
-from rankwise.mkor.layer_signature import LayerSignature
+from rankwise.mkor.layer_signature import LayerSignature, layer_of
 from rankwise.mkor.local_matrices import LocalMatrixPlan
 from rankwise.mkor.preconditioning import Preconditioned
 from rankwise.mkor.sketches import Sketches
+from rankwise.mkor.sliced_windows import SlicedWindows
 from rankwise.mkor.workspace import SPACE, Workspace
 from rankwise.options.validation import OptionError
 from rankwise.plan.notes import Note
@@ -33,7 +36,7 @@ from rankwise.statistics.window_sums import Record
 from rankwise.step.first_order import adamw_step
 from rankwise.step.matrices import MatrixRule, StepMatrices
 
-__all__ = ["TAKEN", "MKORRule", "matrix_tasks", "uncaptured_tasks"]
+__all__ = ["TAKEN", "MKORRule", "divisible", "matrix_tasks", "sliced_tasks", "uncaptured_tasks"]
 
 _MOST_RUNS = 64
 """Most runs of a block that is stepped where it lies: each is a row of tables that the host makes."""
@@ -65,6 +68,7 @@ class MKORRule(MatrixRule):
         factors: Moves and applies the factors.
         states: The factors of the matrices this rank owns.
         vectors: The statistics of the layers whose factors are due, by key; or what makes some of gradients.
+        holders: Gives those that own slices of the same matrices as this rank.
     """
 
     def __init__(
@@ -74,8 +78,10 @@ class MKORRule(MatrixRule):
         factors: KroneckerFactors,
         states: MatrixStates,
         vectors: Mapping[str, LayerVectors] | Sketches,
+        holders: Callable[[], Holders],
     ) -> None:
         super().__init__(matrices)
+        self._holders = holders
         unit = self.unit
         self._first_order, self._factors, self._states, self._vectors = first_order, factors, states, vectors
         self._product = factors.product_type(unit.work_device, unit.dtype)
@@ -100,13 +106,34 @@ class MKORRule(MatrixRule):
 
     def changes_states(self, task: MatrixTask) -> bool:
         """Whether factors are due."""
-        return task.key in self._vectors
+        return layer_of(task) in self._vectors
 
     def update(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor, spent: bool = False) -> Tensor:
         """The preconditioned gradients of a stack, with factors that have moved if they are due."""
+        if batch.partners:
+            return self._of_slices(batch, tasks, stack)
         elements = batch.signature.sizes[0]
         states = self._moved(tasks, lambda place: stack[place, :elements])
         return self._factors.apply(batch.signature, states, stack, self._product, self._space, spent)
+
+    def _of_slices(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
+        """The preconditioned slices of matrices that this rank and its partners have."""
+        signature: LayerSignature = batch.signature
+        assert signature.cut is not None
+        states = [self._state_of(task) for task in tasks]
+        slices = SlicedWindows(signature.cut, states, self._holders(), self._factors.narrow_sums)
+        others = slices.gathered(slices.other, range(len(tasks)))
+        for decay, places in self._due_by_decay(tasks).items():
+            own = slices.gathered(slices.own, places)
+            moving = [slices.whole(place, one, others[place]) for place, one in zip(places, own, strict=True)]
+            chosen = [tasks[place] for place in places]
+            counts = self._factors.move(chosen, moving, self._vectors_of(chosen), decay, slices.norms)
+            slices.keep(slices.own, places, own)
+            slices.keep(slices.other, places, [others[place] for place in places])
+            if self.unit.layout.rank == batch.partners[0]:  # one of them counts for all
+                self._count(*counts)
+        matrices = stack.view(len(tasks), signature.outputs, signature.inputs)
+        return slices.precondition(matrices, others, self._product, self._factors.rescales).view_as(stack)
 
     def step(self, batch: Batch, indices: Sequence[int], results: Sequence[Tensor]) -> None:
         """Step with preconditioned gradients, or keep them for a first-order rule that needs all of them."""
@@ -167,17 +194,19 @@ class MKORRule(MatrixRule):
             chosen, vectors = [tasks[place] for place in places], self._vectors
             if isinstance(vectors, Sketches):
                 vectors = vectors.of(chosen, [gradient(place) for place in places])
-            elif self.unit.is_offloaded:
-                vectors = {task.key: self._brought(vectors[task.key]) for task in chosen}
-            updated, skipped = self._factors.move(chosen, [states[place] for place in places], vectors, decay)
-            self.health.add("factors_updated", updated)
-            self.health.add("factors_skipped", skipped)
+            else:
+                vectors = self._vectors_of(chosen)
+            self._count(*self._factors.move(chosen, [states[place] for place in places], vectors, decay))
         return states
+
+    def _count(self, updated: Tensor, skipped: Tensor) -> None:
+        self.health.add("factors_updated", updated)
+        self.health.add("factors_skipped", skipped)
 
     def _due_by_decay(self, tasks: Sequence[MatrixTask]) -> Mapping[float, Sequence[int]]:
         """Places of the matrices whose factors move, by what they keep of themselves."""
         vectors = self._vectors
-        due = [place for place, task in enumerate(tasks) if task.key in vectors]
+        due = [place for place, task in enumerate(tasks) if layer_of(task) in vectors]
         if not isinstance(vectors, Sketches):
             return {self._factors.decay: due} if due else {}
         places_by_decay: defaultdict[float, list[int]] = defaultdict(list)
@@ -188,10 +217,14 @@ class MKORRule(MatrixRule):
     def _state_of(self, task: MatrixTask) -> MatrixState:
         return self.on_device(task, self.states(task))
 
-    def _brought(self, vectors: LayerVectors) -> LayerVectors:
-        assert self.unit.exchange is not None and self.unit.exchange.link is not None
-        inputs, outputs, tokens = self.unit.exchange.link.bring(vectors)
-        return inputs, outputs, tokens
+    def _vectors_of(self, tasks: Sequence[MatrixTask]) -> Mapping[str, LayerVectors]:
+        """The statistics of some layers, where the factors are moved."""
+        assert not isinstance(self._vectors, Sketches) and self.unit.exchange is not None
+        link = self.unit.exchange.link
+        if link is None:
+            return self._vectors
+        layers = dict.fromkeys(map(layer_of, tasks))
+        return {layer: tuple(link.bring(self._vectors[layer])) for layer in layers}  # type: ignore[misc]
 
     # --- many together ------------------------------------------------------------------------------------------
 
@@ -330,13 +363,14 @@ def uncaptured_tasks(unit: StepUnit, table: ParameterTable) -> list[MatrixTask]:
     return tasks
 
 
-def matrix_tasks(unit: StepUnit, records: Mapping[str, Record], table: ParameterTable) -> list[MatrixTask]:
+def matrix_tasks(unit: StepUnit, records: Mapping[str, Record], table: ParameterTable, window: int) -> list[MatrixTask]:
     """The unit's matrices; one whose bias is in the same param group of it takes it along.
 
     Args:
         unit: The unit.
         records: Records of the captured weights, by name.
         table: The parameters.
+        window: Vectors of each factor inverse; 0 for dense ones.
 
     Raises:
         LayoutError: A weight and its bias, of one param group, are in different units.
@@ -357,9 +391,33 @@ def matrix_tasks(unit: StepUnit, records: Mapping[str, Record], table: Parameter
             bias = _bundled(key, names.get(id(record.bias)), unit, table)
         inputs, outputs, transposed = record.shape
         blocks = table.blocks.get(key, ())
-        signature = LayerSignature(outputs, inputs, bias is not None, transposed, position, blocks)
+        signature = LayerSignature(outputs, inputs, bias is not None, transposed, position, blocks, window)
         tasks.append(MatrixTask(key, (key,) if bias is None else (key, bias), signature, signature.cost))
     return tasks
+
+
+def sliced_tasks(tasks: Sequence[MatrixTask], matrices: Mapping[str, SlicedMatrix]) -> list[MatrixTask]:
+    """Replace tasks of matrices by those of their slices.
+
+    Args:
+        tasks: The tasks.
+        matrices: Some of their matrices, by name.
+    """
+    found: list[MatrixTask] = []
+    for task in tasks:
+        matrix = matrices.get(task.key)
+        if matrix is None:
+            found.append(task)
+            continue
+        rows, columns = matrix.shape
+        signature = task.signature._replace(outputs=rows, inputs=columns, cut=matrix.axis, slices=matrix.count)
+        found += [MatrixTask(part, (part,), signature, task.cost / matrix.count, task.key) for part in matrix.parts]
+    return found
+
+
+def divisible(signature: LayerSignature) -> bool:
+    """Whether ranks may compute such a matrix together: it has windows, and neither blocks nor a bias of its own."""
+    return signature.window > 0 and not (signature.has_bias or signature.blocks or signature.transposed)
 
 
 def _bundled(key: str, bias: str | None, unit: StepUnit, table: ParameterTable) -> str | None:

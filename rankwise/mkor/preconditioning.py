@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from rankwise.mkor.product_groups import GradientForm
+from rankwise.mkor.windows import Factor, Window
 
 __all__ = [
     "AT_ONCE",
@@ -32,8 +33,8 @@ class Gradient:
         weights: Elements of the weight's gradient in order, in one or several 1-D runs.
         biases: Elements of the bias's gradient in such runs; empty where it does not ride along.
         turned: Whether the bias is one more row; otherwise it is one more column.
-        left: Factor inverse (d, d) for the rows, or None for the identity.
-        right: Factor inverse (d, d) for the columns, or None for the identity.
+        left: Factor inverse for the rows, or None for the identity.
+        right: Factor inverse for the columns, of the same kind, or None for the identity.
     """
 
     rows: int
@@ -41,15 +42,16 @@ class Gradient:
     weights: Sequence[Tensor]
     biases: Sequence[Tensor]
     turned: bool
-    left: Tensor | None
-    right: Tensor | None
+    left: Factor | None
+    right: Factor | None
 
     @property
     def form(self) -> GradientForm:
         """The form of the gradient, without its values."""
         weights, biases = (tuple(run.numel() for run in runs) for runs in (self.weights, self.biases))
         sides = (side is not None for side in (self.left, self.right))
-        return GradientForm(self.rows, self.columns, weights, biases, self.turned, *sides)
+        windows = any(isinstance(side, Window) for side in (self.left, self.right))
+        return GradientForm(self.rows, self.columns, weights, biases, self.turned, *sides, windows)
 
     @property
     def runs(self) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Integers say where the gradients of many matrices lie while they are multiplied by their factors.
 
-Operands and results lie in one piece of memory, with a region for each matrix. If both sides have a factor, the result
-replaces the operand.
+Operands and results lie in one piece of memory, with a region for each matrix. The result replaces the operand, unless
+a single dense factor makes it of the operand itself.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class GradientForm(NamedTuple):
         turned: Whether the bias is one more row; otherwise it is one more column.
         has_left: Whether the rows have a factor.
         has_right: Whether the columns have a factor.
+        windows: Whether factors are windows of vectors, and not dense.
     """
 
     rows: int
@@ -49,6 +50,7 @@ class GradientForm(NamedTuple):
     turned: bool
     has_left: bool
     has_right: bool
+    windows: bool = False
 
     @property
     def has_last_column(self) -> bool:
@@ -75,12 +77,14 @@ class ProductForm:
         columns: Columns of the whole matrix, biases included.
         lone_side: The only side that has a factor; empty where both have one.
         has_last_column: Whether the bias is the last column, which follows the weight in the result.
+        windows: Whether factors are windows of vectors.
     """
 
     rows: int
     columns: int
     lone_side: str
     has_last_column: bool
+    windows: bool
 
     @classmethod
     def of(cls, gradient: GradientForm) -> ProductForm:
@@ -92,7 +96,7 @@ class ProductForm:
         if not gradient.has_left and not gradient.has_right:
             raise ValueError("a gradient without any factor is not preconditioned; leave it out")
         lone = "" if gradient.has_left and gradient.has_right else "left" if gradient.has_left else "right"
-        return cls(*gradient.shape, lone, gradient.has_last_column)
+        return cls(*gradient.shape, lone, gradient.has_last_column, gradient.windows)
 
     @property
     def stride(self) -> int:
@@ -107,7 +111,17 @@ class ProductForm:
     @property
     def result(self) -> int:
         """Where the result begins in the matrix's memory: over the operand, or behind it if one product reads it."""
-        return self.region if self.lone_side else 0
+        return self.region if self.lone_side and not self.windows else 0
+
+    @property
+    def keeps_strides(self) -> bool:
+        """Whether the elements of the result lie as those of the operand do."""
+        return not self.has_last_column and self.stride == self.columns
+
+    @property
+    def stops_partway(self) -> bool:
+        """Whether other memory has the matrix for a while: between two dense products, or before its gaps close."""
+        return not self.keeps_strides if self.windows else not self.lone_side
 
     @property
     def step(self) -> int:
@@ -117,6 +131,8 @@ class ProductForm:
     @property
     def is_stacked(self) -> bool:
         """Whether one product multiplies several matrices of this form."""
+        if self.windows and self.keeps_strides:
+            return True
         return self.rows * self.columns <= _SMALL and not self.has_last_column
 
 
@@ -153,7 +169,7 @@ class ProductGroups:
         numel: Elements of the memory that the gradients share.
         results: Places of the results in this memory, in the order of the gradients and of their runs.
         groups: Gradients that are multiplied at once.
-        partway: Elements of the largest product with a first factor, which a second one follows.
+        partway: Elements of the other memory that products need.
         runs_of: Number of runs of each gradient.
         has_gaps: Whether the rows of an operand have gaps between them.
 
@@ -178,12 +194,12 @@ class ProductGroups:
             for form, same_form in groupby(order, forms.__getitem__)
             for places in _at_once(form, tuple(same_form))
         ]
-        self.partway = max((len(group.places) * group.form.region for group in self._of_two), default=0)
+        self.partway = max((len(group.places) * group.form.region for group in self._stopping), default=0)
         self.runs_of = [len(gradient.weights) + len(gradient.biases) for gradient in gradients]
 
     @property
-    def _of_two(self) -> Iterator[ProductGroup]:
-        return (group for group in self.groups if not group.form.lone_side)
+    def _stopping(self) -> Iterator[ProductGroup]:
+        return (group for group in self.groups if group.form.stops_partway)
 
     def columns(self, base: int, itemsize: int) -> list[Sequence[int]]:
         """Return lists with an entry per run: address of its target, elements before it there, of a row, to the next.
@@ -220,5 +236,6 @@ def _operands(gradient: GradientForm, form: ProductForm, start: int) -> Iterator
 
 
 def _at_once(form: ProductForm, places: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    most = max(1, _COPIES // (form.rows**2 + form.columns**2)) if form.is_stacked else 1
+    size = form.rows + form.columns if form.windows else form.rows**2 + form.columns**2
+    most = max(1, _COPIES // size) if form.is_stacked else 1
     return (places[first : first + most] for first in range(0, len(places), most))

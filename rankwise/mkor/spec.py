@@ -13,6 +13,7 @@ from rankwise.mkor.backends import FirstOrder
 from rankwise.mkor.factors import KroneckerFactors
 from rankwise.mkor.layer_signature import LayerSignature
 from rankwise.mkor.options import MKOROptions
+from rankwise.mkor.windows import Window, names_of, resized
 from rankwise.routing.roles import ParameterInfo, Role, Route, RoutingPolicy, Rule
 from rankwise.states.declared_states import MatrixForm, State, scalar
 from rankwise.states.element_states import StateTypes
@@ -35,6 +36,35 @@ def _identity(zeros: Tensor) -> None:
     zeros.fill_diagonal_(1.0)
 
 
+_FAILURES = State("failures", scalar, dtype=torch.int32)
+"""Factor steps that failed in a row."""
+
+
+def _window_of(axis: int, length: int) -> tuple[State, State]:
+    """The states that are the inverse of the factor of the outputs (0) or inputs (1).
+
+    Slices along the axis have parts of the vectors; slices along the other one have some of the vectors.
+    """
+    dense = _factor_of(axis)
+
+    def vectors(outputs: int, inputs: int, group: Mapping[str, Any]) -> tuple[int, int] | None:
+        shape = dense(outputs, inputs, group)
+        return None if shape is None else (length, shape[1])
+
+    def weights(outputs: int, inputs: int, group: Mapping[str, Any]) -> tuple[int] | None:
+        return None if dense(outputs, inputs, group) is None else (length,)
+
+    def axes(outputs: int, inputs: int) -> tuple[int, int]:
+        return 1 - axis, axis
+
+    of_vectors, of_weights = names_of(("left", "right")[axis])
+    by_block = axis == 0
+    return (
+        State(of_vectors, vectors, axes=axes, by_block=by_block, with_bias=(1,) * axis, lendable=True),
+        State(of_weights, weights, by_block=by_block, lendable=True),
+    )
+
+
 class MKORSpec(OptimizerSpec):
     """Routes and states of MKOR.
 
@@ -49,7 +79,7 @@ class MKORSpec(OptimizerSpec):
     matrix_states = (
         State("left", _factor_of(0), _identity, by_block=True, lendable=True),
         State("right", _factor_of(1), _identity, with_bias=(0, 1), lendable=True),
-        State("failures", scalar, dtype=torch.int32),  # factor steps that failed in a row
+        _FAILURES,
     )
     compared_options = ("rule",)  # it says what factors are the inverses of
     idle_advice: ClassVar[Mapping[str, str]] = {"both sides above": "raise 'max_factor_dim'"}
@@ -59,6 +89,8 @@ class MKORSpec(OptimizerSpec):
         super().__init__(kind, options)
         self.first_order = FirstOrder(options.backend, options.nesterov)
         self.factors = KroneckerFactors(options)
+        if options.window:
+            self.matrix_states = (*_window_of(0, options.window), *_window_of(1, options.window), _FAILURES)
 
     @property
     def family(self) -> str:
@@ -98,7 +130,7 @@ class MKORSpec(OptimizerSpec):
         """Return the outputs and inputs of a layer, with its bias and the blocks of its outputs."""
         layer: LayerSignature = task.signature
         blocks = {block.name: block.size for block in layer.blocks}
-        return MatrixForm(layer.outputs, layer.inputs, layer.has_bias, blocks)
+        return MatrixForm(*layer.whole_shape, layer.has_bias, blocks)
 
     def possible_forms(self, info: ParameterInfo) -> Sequence[MatrixForm]:
         """Return the layer with and without a bias, which a sketch never has."""
@@ -106,8 +138,21 @@ class MKORSpec(OptimizerSpec):
         return [MatrixForm(*info.logical_matrix_shape, bias) for bias in biases]
 
     def type_of_matrix_state(self, state: State, numel: int) -> torch.dtype | None:
-        """Return the type of factors, which an option names."""
-        return state.dtype or getattr(torch, self.options.factor_dtype)
+        """Return the type of factors, which an option names; weights of vectors are float32 at least."""
+        named: torch.dtype = getattr(torch, self.options.factor_dtype)
+        return state.dtype or (torch.promote_types(named, torch.float32) if "_weights" in state.name else named)
+
+    def converted(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Windows of another ``factor_decay`` or ``factor_dtype`` keep what weighs most."""
+        kept, length = dict(state), self.options.window
+        for name in state if length else ():
+            pair = name, name.replace("_vectors", "_weights")
+            found = [state.get(each) for each in pair]
+            if pair[0] != pair[1] and all(type(each) is Tensor and len(each) != length for each in found):
+                window = Window(*found)  # type: ignore[arg-type]
+                if window.vectors.dim() == 2 and len(window.vectors) == len(window.weights):
+                    kept |= zip(pair, resized(window, length), strict=True)
+        return kept
 
     def product_type(self, device: torch.device, dtype: torch.dtype) -> torch.dtype:
         """Return the type of products with gradients of a type on a device."""

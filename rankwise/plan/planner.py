@@ -15,6 +15,7 @@ from rankwise.comm.exchange import MatrixExchange
 from rankwise.comm.host_link import HostLink
 from rankwise.comm.owner_plan import MatrixTask, plan_matrices
 from rankwise.comm.quantized_messages import wire_of
+from rankwise.comm.slice_holders import Holders, holders_of
 from rankwise.kernels import graphs
 from rankwise.kernels.native.building import SWITCH
 from rankwise.layout.agreement import gather_together, refuse_difference
@@ -326,6 +327,13 @@ class Planner:
         self.owner_of |= plan.owners
         self.owner_of |= plan.keepers
         return Collectives(MatrixExchange(layout, plan, *how), slices, place=place)
+
+    def holders(self, unit: StepUnit) -> Holders:
+        """Those that compute slices of a unit's matrices together, by messages of the device that multiplies."""
+        together, place = self.source.tensor_parallel, unit.collectives.place
+        assert together is not None
+        far = place is not None and unit.is_offloaded
+        return holders_of(place.partners if far else together.group, unit.traffic)  # type: ignore[union-attr]
 
     def owners(self) -> dict[str, int]:
         """Owner ranks of all planned matrices."""

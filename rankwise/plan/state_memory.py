@@ -38,6 +38,8 @@ def keepers_in(
     """Choose keepers by :func:`rankwise.comm.owner_plan.keepers_of`, counting the element states that ranks hold."""
     sizes = {}
     for task in tasks:
+        if task.whole is not None:
+            continue  # slices are with all ranks alike
         stored = unit.stored_states(task).items()
         sizes[task.key] = {name: state.nbytes(unit.dtype) for name, state in stored if state.state.lendable}
     held = [0] * unit.layout.world_size

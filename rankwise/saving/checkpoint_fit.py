@@ -142,7 +142,9 @@ class CheckpointFit:
                 matrices |= matrices_of(str(name), states.get(key, {}))
                 if key in states:
                     states[key] = without_matrices(states[key])
-        return {**state_dict, "state": states, "matrix_states": state_dict.get("matrix_states") or matrices}
+        found = state_dict.get("matrix_states") or matrices
+        converted = {key: self._spec.converted(state) for key, state in found.items()}
+        return {**state_dict, "state": states, "matrix_states": converted}
 
     def refuse_foreign(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a dictionary that is not one of this optimizer's.

@@ -208,6 +208,10 @@ class OptimizerSpec(ABC):
                 shapes.setdefault(name, []).append(stored.stored_shape)
         return shapes
 
+    def converted(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A matrix's saved states as these options keep them, where other ones have kept more or less of the same."""
+        return dict(state)
+
     def product_type(self, device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
         """Type of the rule's matrix products on this machine; None for a rule without a choice."""
         if not self.product_option:

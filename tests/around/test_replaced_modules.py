@@ -12,7 +12,7 @@ import rankwise
 
 
 def left_factor(optimizer: rankwise.MKOR) -> Tensor:
-    return optimizer.matrix_states["0.weight"]["left"].clone()
+    return optimizer.matrix_states["0.weight"]["left_vectors"].clone()
 
 
 def train(model: nn.Module, optimizer: rankwise.MKOR, steps: int) -> None:

@@ -215,11 +215,14 @@ def _stored_by_rank(rank: int, world: int) -> list[dict[str, list[str]]]:
     return found
 
 
+NAMES = ["failures", *(f"{side}_{part}" for side in ("left", "right") for part in ("vectors", "weights"))]
+
+
 def test_every_state_is_written_once() -> None:
     for first, second in zip(*run_ranks(2, _stored_by_rank), strict=True):
         for key in first.keys() | second.keys():
             names = [*first.get(key, ()), *second.get(key, ())]
-            assert sorted(names) == ["failures", "left", "right"], (key, names)
+            assert sorted(names) == sorted(NAMES), (key, names)
 
 
 # --- steps that do not count, and factors that fail -----------------------------------------------------------------

@@ -40,12 +40,12 @@ def _train(rank: int, world: int) -> dict[str, Any]:
 
     steps(3)
     owners = optimizer.owners()
-    factors = {key: state["left"].clone() for key, state in optimizer.matrix_states.items()}
+    factors = {key: state["left_vectors"].clone() for key, state in optimizer.matrix_states.items()}
     optimizer.add_param_group({"params": named[-2:]})
     optimizer.capture(wrapped)
     between = sorted(optimizer.state_dict()["matrix_states"])
     steps(1)  # no factor step: they must be those of before
-    kept = {key: torch.equal(optimizer.matrix_states[key]["left"], value) for key, value in factors.items()}
+    kept = {key: torch.equal(optimizer.matrix_states[key]["left_vectors"], value) for key, value in factors.items()}
     steps(4)
     return {
         "weights": {name: parameter.detach().clone() for name, parameter in named},
@@ -103,14 +103,14 @@ def _stale(rank: int, world: int) -> list[float]:
     step(wrapped)
     # A state that should not be here must not win over the owner's.
     owners = optimizer.owners()
-    expected = {key: state["left"].clone() for key, state in optimizer.matrix_states.items()}
+    expected = {key: state["left_vectors"].clone() for key, state in optimizer.matrix_states.items()}
     for key in owners.keys() - expected.keys():
-        optimizer.matrix_states.loaded[key] = {"left": torch.full((1,), -1.0)}
+        optimizer.matrix_states.loaded[key] = {"left_vectors": torch.full((1,), -1.0)}
     merged = optimizer.state_dict()["matrix_states"]
-    assert all(torch.equal(merged[key]["left"], value) for key, value in expected.items())
-    assert all(float(state["left"].min()) > -1.0 for state in merged.values())
+    assert all(torch.equal(merged[key]["left_vectors"], value) for key, value in expected.items())
+    assert all(float(state["left_vectors"].min()) > -1.0 for state in merged.values())
     assert len(expected) < len(owners) == len(before) == len(merged)
-    return [float(state["left"].sum()) for _, state in sorted(before.items())]
+    return [float(state["left_vectors"].sum()) for _, state in sorted(before.items())]
 
 
 def test_a_merged_checkpoint_has_the_owners_states() -> None:

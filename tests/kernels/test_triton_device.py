@@ -221,7 +221,7 @@ def test_factors(dtype: torch.dtype, tolerance: float) -> None:
 
     def call() -> list[Tensor]:
         torch._foreach_copy_(work, list(start))
-        taken = update_factors_(work, vectors, decay=0.9, stabilizer=(1e4, 0.9))
+        taken = update_factors_(work, vectors, decay=0.9)
         return [*(matrix.clone() for matrix in work), taken]
 
     *found, taken = twice(call)

@@ -17,7 +17,6 @@ from rankwise.ldadam import rule as ldadam
 from rankwise.ldadam.formulas import projects_right
 from rankwise.ldadam.low_rank_products import low_rank_rows
 from rankwise.mkor import formulas as mkor
-from rankwise.mkor.rule import factor_norm
 from rankwise.updates import newton_schulz as linalg
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -166,26 +165,14 @@ def factors(count: int, length: int, seed: int, dtype: torch.dtype = torch.float
     return [inverse.to(dtype).contiguous() for inverse in inverses]
 
 
-@pytest.mark.parametrize("rule", mkor.RULES)
-@pytest.mark.parametrize("stabilizer", [None, (1.6, 0.9)])
-@pytest.mark.parametrize("norm", mkor.FACTOR_NORMS)
-def test_update_factors(rule: mkor.Rule, stabilizer: tuple[float, float] | None, norm: mkor.FactorNorm) -> None:
+@pytest.mark.parametrize("decay", [0.9, 1.0])
+def test_update_factors(decay: float) -> None:
     from rankwise.mkor.cuda.factor_updates import update_factors_
 
     inverses = factors(3, 37, 4)
-    inverses[1] *= 0.5
     vectors = torch.randn(3, 37, generator=generator(5))
-    old = torch.stack(inverses).double()
-    if stabilizer is not None:
-        sizes = factor_norm(old, norm)
-        stabilizer = (float(sizes.sort().values[:2].mean()), stabilizer[1])
-        stable = mkor.stabilize(old, *stabilizer, norm)
-        assert 0 < (stable != old).flatten(1).any(1).sum() < 3
-    else:
-        stable = old
-    wanted = mkor.rank1_inverse_update(stable, vectors.double(), 0.9, rule)
-    ok = update_factors_(inverses, vectors, decay=0.9, rule=rule, stabilizer=stabilizer, norm=norm)
-    assert ok.tolist() == [True] * 3
+    wanted = mkor.rank1_inverse_update(torch.stack(inverses).double(), vectors.double(), decay)
+    assert update_factors_(inverses, vectors, decay=decay).tolist() == [True] * 3
     assert_runs_close(inverses, list(wanted), 2e-6)
     assert all(torch.equal(inverse, inverse.mT) for inverse in inverses)
 
@@ -196,50 +183,28 @@ def test_factors_in_bfloat16() -> None:
     inverses = factors(2, 40, 6, torch.bfloat16)
     vectors = torch.randn(2, 40, generator=generator(7))
     wanted = mkor.rank1_inverse_update(torch.stack(inverses), vectors, 0.95)
-    update_factors_(inverses, vectors, decay=0.95, stabilizer=None)
+    update_factors_(inverses, vectors, decay=0.95)
     # A sum in another order may round to the next number of that type.
     assert_runs_close(inverses, list(wanted), 2**-8)
 
 
-@pytest.mark.parametrize("norm", mkor.FACTOR_NORMS)
-def test_what_is_not_finite_stays_where_it_is(norm: mkor.FactorNorm) -> None:
+def test_what_is_not_finite_stays_where_it_is() -> None:
     """A bad vector, a broken inverse, an indefinite one, a broken one not seen; their neighbour moves as always."""
     from rankwise.mkor.cuda.factor_updates import update_factors_
 
     inverses = factors(6, 20, 8)
     vectors = torch.randn(6, 20, generator=generator(9))
-    vectors[0, 3] = torch.nan
-    vectors[1, 19] = torch.inf
-    inverses[2][4, 5] = torch.nan
+    vectors[0, 3], vectors[1, 19] = torch.nan, torch.inf
+    inverses[2][4, 5] = inverses[4][0, 0] = torch.nan
     inverses[3].mul_(-30.0)
-    inverses[4][0, 0] = torch.nan
     seen = torch.tensor([True, True, True, True, False, True])
     before = [inverse.clone() for inverse in inverses]
-    wanted, taken = mkor.update_factor(torch.stack(before), vectors, 0.9, threshold=1e4, norm=norm)
-    assert taken.tolist() == [False, False, True, False, True, True]
-    ok = update_factors_(inverses, vectors, decay=0.9, stabilizer=(1e4, 0.9), norm=norm, seen=seen)
-    assert ok.tolist() == [False, False, True, False, False, True]
-    for index in (0, 1, 3, 4):
+    wanted = mkor.rank1_inverse_update(torch.stack(before), vectors, 0.9)
+    ok = update_factors_(inverses, vectors, decay=0.9, seen=seen)
+    assert ok.tolist() == [False, False, False, False, False, True]
+    for index in range(5):
         torch.testing.assert_close(inverses[index], before[index], rtol=0, atol=0, equal_nan=True)
-    # The broken inverse starts again from the identity.
-    assert_runs_close([inverses[2], inverses[5]], [wanted[2], wanted[5]])
-
-
-def test_without_a_stabilizer_a_broken_inverse_stays() -> None:
-    from rankwise.mkor.cuda.factor_updates import update_factors_
-
-    inverses = factors(1, 8, 10)
-    inverses[0][0, 0] = torch.inf
-    ok = update_factors_(inverses, torch.ones(1, 8), decay=0.9, stabilizer=None)
-    assert not ok.item() and inverses[0][0, 0] == torch.inf
-
-
-def test_an_update_that_would_overflow_is_refused() -> None:
-    from rankwise.mkor.cuda.factor_updates import update_factors_
-
-    inverses = [torch.eye(4, dtype=torch.float16) * 6e4]
-    ok = update_factors_(inverses, torch.zeros(1, 4), decay=0.5, rule="ema", stabilizer=None)
-    assert not ok.item() and torch.equal(inverses[0], torch.eye(4, dtype=torch.float16) * 6e4)
+    assert_runs_close([inverses[5]], [wanted[5]])
 
 
 def test_three_launches_for_any_number_of_factors(launches: list[str]) -> None:
@@ -254,7 +219,6 @@ def test_three_launches_for_any_number_of_factors(launches: list[str]) -> None:
 @pytest.mark.parametrize(
     ("inverses", "options", "message"),
     [
-        ([torch.eye(3)], {"rule": "other"}, "must be among"),
         ([torch.eye(4)], {}, "need 1 inverses"),
         ([torch.eye(3, dtype=torch.float64)], {}, "float32, bfloat16 or float16"),
         ([torch.eye(3)], {"seen": torch.ones(1)}, "booleans"),

@@ -238,9 +238,10 @@ def trained(form: Any, missing: bool = False, **options: Any) -> dict[str, Tenso
             model.first.bias.grad = model.own.weight.grad = None
         with using(form):
             optimizer.step()
+    left = "left" if options.get("rule") == "sketch" else "left_vectors"
     if "max_factor_dim" not in options:
-        assert {"left[a]", "left[b]", "left[c]"} <= set(optimizer.matrix_states["parts.weight"])
-    assert {"left[q]", "left[k]", "left[v]"} <= set(optimizer.matrix_states["h.0.attn.c_attn.weight"])
+        assert {f"{left}[{name}]" for name in "abc"} <= set(optimizer.matrix_states["parts.weight"])
+    assert {f"{left}[{name}]" for name in "qkv"} <= set(optimizer.matrix_states["h.0.attn.c_attn.weight"])
     return {name: value.detach() for name, value in named.items()}
 
 

@@ -386,7 +386,7 @@ def test_list_shows_what_plan_computes(name: str) -> None:
 def test_list_shows_what_a_gpu_took() -> None:
     items = json.loads((ROOT / "docs" / "data" / "gpu.json").read_text())["items"]
     timed = {spelling: choice.gpu for spelling, choice in CHOICES.items() if choice.gpu}
-    assert len(timed) == 7
+    assert len(timed) == 6
     for spelling, (name, ratio) in timed.items():
         (row,) = items[f"step/{name}, llama-7b-layers"]["rows"]
         assert f"{row['ratio']:.2f}" == f"{ratio:.2f}", f"{spelling}: write it into launch/optimizer_guide.py"

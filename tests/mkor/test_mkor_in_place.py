@@ -18,7 +18,7 @@ from rankwise.comm.exchange import MatrixExchange
 from rankwise.kernels import lists as foreach
 from rankwise.kernels import native
 from rankwise.kernels.dispatch import using
-from rankwise.mkor import cpu as mkor_cpu
+from rankwise.mkor import windows
 from rankwise.mkor.factors import KroneckerFactors
 from rankwise.mkor.workspace import SPACE
 from tests.ranks import run_ranks
@@ -96,9 +96,9 @@ def test_gradients_of_replicas_are_only_read() -> None:
 @pytest.mark.parametrize("factor_step", [False, True])
 def test_a_step_makes_nothing_as_large_as_a_matrix(factor_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first steps, with AdamW: then the states and the workspace are there."""
-    monkeypatch.setattr(mkor_cpu, "_BLOCK", WIDTH)  # factors are changed two blocks at a time
+    monkeypatch.setitem(windows._TILE, "cpu", WIDTH)  # a row of J is there at a time
     model = network()
-    optimizer = started(model)
+    optimizer = started(model, factor_decay=0.5)  # a window is shorter than a side
     for step in range(4 + factor_step):
         backward(model, optimizer, step)
         with LargeStorages(WIDTH * WIDTH) as seen:

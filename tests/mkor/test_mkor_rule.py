@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from cases import weights
+from factor_windows import dense
 from test_mkor import Conv1D, loss, make
 from torch import Tensor, nn
 
 from rankwise import MKOR
 from rankwise.mkor.rule import Knee, mkor_step, watched_loss
+from rankwise.mkor.windows import factor_of
 from rankwise.updates.adamw import adamw_update, bias_corrections, decoupled_step
 from rankwise.updates.lamb import lamb_direction, trust_ratio
 from rankwise.updates.sgd import sgd_direction
@@ -130,10 +132,10 @@ def by_optimizer(backend: str, options: dict[str, Any]) -> tuple[Weights, Weight
         loss(model, step).backward()
         optimizer.step()
     factors = {
-        f"{name.removesuffix('.weight')}.{side}": state[side]
+        f"{name.removesuffix('.weight')}.{side}": dense(factor)
         for name, state in optimizer.matrix_states.items()
         for side in ("left", "right")
-        if side in state
+        if (factor := factor_of(state, side)) is not None
     }
     return weights(model), factors
 

@@ -138,8 +138,7 @@ def test_a_weight_unfrozen_after_the_capture_is_named(caplog: pytest.LogCaptureF
     optimizer.capture(network)
     for _ in range(6):  # the others are due at their 11th step
         step(network, optimizer)
-    left = optimizer.matrix_states["1.weight"]["left"].float()
-    assert (left - torch.eye(6)).abs().max() > 0
+    assert optimizer.matrix_states["1.weight"]["left_vectors"].any()
 
 
 @pytest.mark.parametrize("backend", ["sgd", "adamw", "lamb"])

@@ -58,7 +58,7 @@ def test_matrix_states_of_another_shape_are_refused(name: str) -> None:
     """Where the element states fit: they alone would not show it."""
     model, ours = trained(BY_NAME[name], 20, 24)
     for key, state in ours.state_dict()["matrix_states"].items():
-        for entry in ("basis", "exp_avg", "left", "right"):
+        for entry in ("basis", "exp_avg", "left_vectors", "right_vectors"):
             if entry in state:
                 broken = through_a_file(ours.state_dict())
                 broken["matrix_states"][key][entry] = torch.zeros(3, 2)

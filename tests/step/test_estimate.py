@@ -67,8 +67,9 @@ def test_memory_and_work_are_shared_out(name: str) -> None:
 def test_known_sizes() -> None:
     (alone,) = estimate(_optimizer("mkor"), world=1)
     sides = [(WIDTH + 1, 3 * WIDTH), (WIDTH + 1, WIDTH), (WIDTH + 1, 4 * WIDTH), (4 * WIDTH + 1, WIDTH)]
-    # Two bfloat16 factors per layer, the input's with a column for the bias, and a count of failures.
-    assert alone.matrix_state_bytes == BLOCKS * sum(2 * (a * a + b * b) + 4 for a, b in sides)
+    # 128 bfloat16 vectors of either side of a layer, the input's with a number for the bias, their weights, and a count
+    # of failures.
+    assert alone.matrix_state_bytes == BLOCKS * sum(128 * (2 * (a + b) + 2 * 4) + 4 for a, b in sides)
     assert alone.element_state_bytes == 2 * 4 * alone.elements
 
 

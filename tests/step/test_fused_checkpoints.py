@@ -51,14 +51,16 @@ def test_states_are_kept_by_block() -> None:
     assert ldadam.matrix_states["groups.weight[k]"]["basis"].shape == (6, 2)
     _, mkor = trained("mkor")
     factors = mkor.matrix_states["qkv.weight"]
-    assert {name: tuple(value.shape) for name, value in factors.items()} == {
-        "left[q]": (12, 12),
-        "left[k]": (8, 8),
-        "left[v]": (6, 6),
-        "right": (15, 15),  # with the bias
+    K = mkor.options.window
+    assert {name: tuple(value.shape) for name, value in factors.items() if "weights" not in name} == {
+        "left_vectors[q]": (K, 12),
+        "left_vectors[k]": (K, 8),
+        "left_vectors[v]": (K, 6),
+        "right_vectors": (K, 15),  # with the bias
         "failures": (),
     }
-    assert set(mkor.matrix_states["plain.weight"]) == {"left", "right", "failures"}
+    sides = ("left_vectors", "left_weights", "right_vectors", "right_weights")
+    assert set(mkor.matrix_states["plain.weight"]) == {*sides, "failures"}
 
 
 @pytest.mark.parametrize("case", MATRIX)
@@ -70,7 +72,7 @@ def test_other_matrices_start_afresh(case: str, divided: bool, caplog: pytest.Lo
     with caplog.at_level(logging.WARNING, "rankwise"):
         fresh, found = reloaded(case, network, optimizer, **after)
     (message,) = [record.getMessage() for record in caplog.records if "afresh" in record.getMessage()]
-    lost = "(left)" if case.startswith("mkor") else "(basis, exp_avg, exp_avg_sq, step, beta1)"
+    lost = "(left_vectors, left_weights)" if case.startswith("mkor") else "(basis, exp_avg, exp_avg_sq, step, beta1)"
     # Three are named; under MKOR a stack's states are by element.
     others = len(LAYERS) - 3 - case.startswith("mkor")
     assert lost in message and f" and {others} more for another" in message and "plain" not in message
@@ -81,7 +83,7 @@ def test_other_matrices_start_afresh(case: str, divided: bool, caplog: pytest.Lo
     assert "plain.weight" in kept
     if case.startswith("mkor"):
         # All blocks see the same inputs.
-        assert kept["qkv.weight"] == {"right", "failures"}
+        assert kept["qkv.weight"] == {"right_vectors", "right_weights", "failures"}
     else:
         assert set(kept) == {"plain.weight"}
     weights = train(fresh, found, 2)

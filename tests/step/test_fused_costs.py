@@ -29,17 +29,19 @@ def joined(**options: Any) -> tuple[MKOR, Any]:
 
 
 def test_mkor_keeps_and_computes_less() -> None:
-    whole, task = joined()
+    """With square factors; windows of vectors take as much of the parts as of the whole."""
+    whole, task = joined(rule="ema")
     # A factor of all outputs, and one of the inputs with the bias's column; their products with the gradient.
     inputs, outputs = WIDTH + 1, 3 * WIDTH
     failures = 4
     assert whole.state_bytes()["matrix"] == 4 * (outputs**2 + inputs**2) + failures
     assert task.cost == 2 * outputs * inputs * (outputs + inputs)
-    divided, own = joined(blocks={"0.weight": "qkv"})
+    divided, own = joined(rule="ema", blocks={"0.weight": "qkv"})
     assert divided.state_bytes()["matrix"] == 4 * (3 * WIDTH**2 + inputs**2) + failures
     assert own.cost == 3 * 2 * WIDTH * inputs * (WIDTH + inputs)
     # 72^2 + 25^2 = 5809 numbers have become 2353, and 349,200 operations 176,400.
     assert (4 * 2353 + failures, own.cost) == (divided.state_bytes()["matrix"], 176_400)
+    assert joined()[1].cost == joined(blocks={"0.weight": "qkv"})[1].cost == 8 * 352 * outputs * inputs
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("ldadam")])

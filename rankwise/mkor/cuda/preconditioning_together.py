@@ -16,6 +16,7 @@ from rankwise.kernels.triton.language import ELEMENTS
 from rankwise.mkor.cuda.gradient_passes import GradientPasses
 from rankwise.mkor.preconditioning import AT_ONCE, Gradient, Preconditioned
 from rankwise.mkor.product_groups import ProductForm, ProductGroup, ProductGroups, aligned
+from rankwise.mkor.windows import Factor, Window, multiply_
 
 __all__ = ["AT_ONCE", "precondition_into", "preconditioned", "preconditioned_as", "takes"]
 
@@ -48,8 +49,8 @@ def preconditioned(gradients: Sequence[Gradient], product: torch.dtype, rescale:
 def preconditioned_as(
     arrangement: ProductGroups,
     runs: Sequence[Tensor],
-    lefts: Sequence[Tensor | None],
-    rights: Sequence[Tensor | None],
+    lefts: Sequence[Factor | None],
+    rights: Sequence[Factor | None],
     product: torch.dtype,
     rescale: bool,
 ) -> Preconditioned:
@@ -112,7 +113,7 @@ def _arranged(gradients: Sequence[Gradient]) -> ProductGroups:
     return ProductGroups([gradient.form for gradient in gradients])
 
 
-def _sides(gradients: Sequence[Gradient]) -> tuple[list[Tensor | None], list[Tensor | None]]:
+def _sides(gradients: Sequence[Gradient]) -> tuple[list[Factor | None], list[Factor | None]]:
     return [gradient.left for gradient in gradients], [gradient.right for gradient in gradients]
 
 
@@ -134,8 +135,8 @@ class _Work:
         self,
         arrangement: ProductGroups,
         runs: Sequence[Tensor],
-        lefts: Sequence[Tensor | None],
-        rights: Sequence[Tensor | None],
+        lefts: Sequence[Factor | None],
+        rights: Sequence[Factor | None],
         product: torch.dtype,
     ) -> None:
         self._arrangement, self._runs, self._lefts, self._rights = arrangement, runs, lefts, rights
@@ -166,6 +167,9 @@ class _Work:
         """Multiply one matrix, or several that follow one another in memory."""
         form, places, start = group
         space, count = self._space, len(places)
+        if form.windows:
+            self._multiply_by_windows(group, between)
+            return
         left = None if form.lone_side == "right" else self._factors([self._lefts[place] for place in places])
         right = None if form.lone_side == "left" else self._factors([self._rights[place] for place in places])
         operand = _matrices(space, start, count, form, form.stride, form.step)
@@ -178,6 +182,24 @@ class _Work:
             self._multiply_parts(form, start + form.result, first, second)
         else:
             _product(first, second, _matrices(space, start + form.result, count, form, form.columns, form.step))
+
+    def _multiply_by_windows(self, group: ProductGroup, between: Tensor) -> None:
+        (form, places, start), space, count = group, self._space, len(group.places)
+        sides: list[Any] = [[side[place] for place in places] for side in (self._lefts, self._rights)]
+        if count > 1:
+            left, right = (None if side[0] is None else Window.of(side) for side in sides)
+        else:
+            (left,), (right,) = sides
+        operand = multiply_(_matrices(space, start, count, form, form.stride, form.step), left, right)
+        if form.keeps_strides:
+            return
+        product = _matrices(between, 0, count, form, form.stride, form.region).copy_(operand)
+        if form.has_last_column:
+            rows, columns = form.rows, form.columns - 1
+            space[start:][: rows * columns].view(rows, columns).copy_(product[:, :-1])
+            space[start + rows * columns :][:rows].copy_(product[:, -1])
+        else:
+            _matrices(space, start, count, form, form.columns, form.step).copy_(product)
 
     def _multiply_parts(self, form: ProductForm, result: int, first: Tensor, second: Any) -> None:
         """Write the product's other columns, and behind them its last column."""

@@ -1,0 +1,154 @@
+"""MKOR's matrices of which several ranks own slices: messages linear in the width, and no matrix is gathered.
+
+Of a matrix whose rows are cut, a rank preconditions its own rows. It keeps the same part of the vectors of the rows'
+factor inverse, ``W_L``, and some of the vectors of the other one, ``W_R``. With all of ``W_R``, which the ranks gather,
+and the sum over them of ``W_L D``, of K x n, the rest is done by every rank for itself; so it is for columns, with the
+sides in each other's places. The norm of the stabilizer is taken of the rows of J in turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankwise.comm.slice_holders import Holders
+from rankwise.mkor.rule import FactorNorm, rescale_to_norm
+from rankwise.mkor.windows import Window, factor_of, multiply_, window_norm
+from rankwise.states.matrix_states import MatrixState
+
+__all__ = ["SlicedWindows", "exchanged", "sends_less"]
+
+_SIDES = ("left", "right")
+
+
+def exchanged(
+    window: int, shape: tuple[int, int], axis: int, holders: int, widths: tuple[int, int]
+) -> tuple[int, int, int]:
+    """Bytes of one matrix that a rank hands over in a step: to a sum, vectors to a gather, and to the sum of norms.
+
+    Args:
+        window: K.
+        shape: Rows and columns of the whole matrix.
+        axis: The one that is cut.
+        holders: Number of slices.
+        widths: Bytes of an element in the sum, and of one of the vectors.
+    """
+    other, (of_sum, of_vector) = shape[1 - axis], widths
+    return window * other * of_sum, window * other // holders * of_vector, 16
+
+
+def sends_less(window: int, shape: tuple[int, int], axis: int, holders: int, widths: tuple[int, int, float]) -> bool:
+    """Whether slices send less than if one rank gathered the matrix and returned the result.
+
+    Args:
+        window: K.
+        shape: Rows and columns of the whole matrix.
+        axis: The one that is cut.
+        holders: Number of slices.
+        widths: As :func:`exchanged` takes them; and bytes of an element of the matrix on its way.
+    """
+    *own, of_matrix = widths
+    summed, gathered, _ = exchanged(window, shape, axis, holders, (own[0], own[1]))
+    # By all ranks together, over their number less one; a ring sends twice what it sums.
+    return 2 * summed + gathered * holders < 2 * shape[0] * shape[1] / holders * of_matrix
+
+
+@dataclass(frozen=True)
+class SlicedWindows:
+    """The factor inverses of matrices of one shape, of each of which every rank has a slice.
+
+    Attributes:
+        axis: The axis of the matrices that is cut.
+        states: This rank's states of the slices.
+        holders: The ranks that have the slices.
+        narrow: Whether sums travel in bfloat16.
+    """
+
+    axis: int
+    states: Sequence[MatrixState]
+    holders: Holders
+    narrow: bool
+
+    @property
+    def own(self) -> str:
+        """The side that is cut with the matrices."""
+        return _SIDES[self.axis]
+
+    @property
+    def other(self) -> str:
+        """The side along which every rank has all of the matrices."""
+        return _SIDES[1 - self.axis]
+
+    def whole(self, place: int, own: Window | None, other: Window | None) -> MatrixState:
+        """The states of one matrix with whole windows in the place of this rank's parts."""
+        state = dict(self.states[place])
+        for side, window in ((self.own, own), (self.other, other)):
+            if window is not None:
+                state[f"{side}_vectors"] = window.vectors
+        return state
+
+    def gathered(self, side: str, places: Sequence[int]) -> list[Window | None]:
+        """Whole windows of one side of some of the matrices; None where the side has no factor."""
+        name = f"{side}_vectors"
+        if not places or name not in self.states[0]:
+            return [None] * len(places)
+        stored = torch.stack([self.states[place][name] for place in places])
+        parts = self.holders.gather(stored.view(torch.uint8))  # not all that moves tensors knows all types
+        # Along its own side a window is cut into parts of its vectors, along the other one into some of them.
+        whole = torch.cat(parts.unbind(0), dim=-1 if self._is_cut(side) else -2).view(stored.dtype)
+        weights = [self.states[place][f"{side}_weights"] for place in places]
+        return list(map(Window, whole, weights))
+
+    def keep(self, side: str, places: Sequence[int], windows: Sequence[Window | None]) -> None:
+        """Take this rank's part of windows that have moved; their weights are the states' own."""
+        own = [
+            (self.states[place][f"{side}_vectors"], window.vectors)
+            for place, window in zip(places, windows, strict=True)
+            if window is not None
+        ]
+        if own:
+            dim = 1 if self._is_cut(side) else 0
+            parts = [vectors.tensor_split(self.holders.count, dim)[self.holders.rank] for _, vectors in own]
+            torch._foreach_copy_([state for state, _ in own], parts)
+
+    def norms(self, vectors: Tensor, weights: Tensor, norm: FactorNorm, product: torch.dtype) -> Tensor:
+        """Do :func:`rankwise.mkor.windows.window_norm`, each rank some rows of J."""
+        side, count, rank = vectors.shape[-1], self.holders.count, self.holders.rank
+        rows = range(rank * side // count, (rank + 1) * side // count)
+        sizes = window_norm(vectors, weights, norm, product, rows)
+        # A rank may have no row, and a maximum overlook a NaN.
+        return self.holders.largest(torch.where(sizes.isfinite(), sizes, torch.inf))
+
+    def precondition(self, matrix: Tensor, other: Sequence[Any], product: torch.dtype, rescale: bool) -> Tensor:
+        """Precondition slices of gradients.
+
+        Args:
+            matrix: (matrices, rows, columns), the slices; read only.
+            other: Whole windows of the side that is not cut.
+            product: Type of the products.
+            rescale: Whether the results get the norms of the gradients.
+        """
+        own: list[Any] = [factor_of(state, self.own) for state in self.states]
+        own_window, other_window = (None if side[0] is None else Window.of(side) for side in (own, list(other)))
+        whole = matrix.to(product, copy=True)
+        if self.axis == 0:
+            multiply_(whole, own_window, other_window, (self._sum, None))
+        else:
+            multiply_(whole, other_window, own_window, (None, self._sum))
+        result = whole.to(matrix.dtype)
+        if not rescale:
+            return result
+        own_norms = [torch.linalg.vector_norm(part, dim=(-2, -1), dtype=torch.float64) for part in (result, matrix)]
+        norms = self.holders.add(torch.stack(own_norms).square()).sqrt().to(matrix.dtype)
+        return rescale_to_norm(result, matrix, *norms)
+
+    def _sum(self, values: Tensor) -> Tensor:
+        wide = torch.bfloat16 if self.narrow else torch.promote_types(values.dtype, torch.float32)
+        return self.holders.add(values.to(wide)).to(values.dtype)
+
+    def _is_cut(self, side: str) -> bool:
+        return side == self.own
