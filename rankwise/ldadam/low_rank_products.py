@@ -4,7 +4,40 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["low_rank_rows"]
+__all__ = ["low_rank_rows", "subtract_low_rank_"]
+
+
+def subtract_low_rank_(
+    run: Tensor, U: Tensor, X: Tensor, start: int, end: int, rows: int, cols: int, right: bool
+) -> None:
+    """Subtract a run of the product that :func:`low_rank_rows` gives, without forming it.
+
+    Args:
+        run: (end - start,), contiguous; changed in place.
+        U: Basis (m, r), m = cols if ``right`` else rows.
+        X: Coordinates (r, n), n = rows if ``right`` else cols.
+        start: First flat index of the run in the parameter.
+        end: One past the last flat index.
+        rows: Rows of the parameter.
+        cols: Columns of the parameter.
+        right: What :func:`rankwise.ldadam.formulas.projects_right` says for the parameter.
+    """
+    first, last = -(-start // cols), end // cols
+    if first > last or start == end:
+        _subtract_part_(run, U, X, start, rows, cols, right)
+        return
+    head, tail = first * cols - start, last * cols - start
+    touched = slice(first, last)
+    left, short = (X[:, touched].mT, U.mT) if right else (U[touched], X)
+    run[head:tail].view(last - first, cols).addmm_(left, short, alpha=-1)
+    for part, offset in ((run[:head], start), (run[tail:], last * cols)):
+        if part.numel():
+            _subtract_part_(part, U, X, offset, rows, cols, right)
+
+
+def _subtract_part_(part: Tensor, U: Tensor, X: Tensor, start: int, rows: int, cols: int, right: bool) -> None:
+    """:func:`subtract_low_rank_` for a piece of a row."""
+    part.sub_(low_rank_rows(U, X, start, start + part.numel(), rows, cols, right))
 
 
 def low_rank_rows(U: Tensor, X: Tensor, start: int, end: int, rows: int, cols: int, right: bool) -> Tensor:

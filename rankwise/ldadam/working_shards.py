@@ -14,7 +14,7 @@ from rankwise.kernels.lists import add_, subtract_scaled_
 from rankwise.layout.layout import Shard
 from rankwise.ldadam.dispatch import shards_step_for
 from rankwise.ldadam.in_place import LowRankStep
-from rankwise.ldadam.low_rank_products import low_rank_rows
+from rankwise.ldadam.low_rank_products import low_rank_rows, subtract_low_rank_
 from rankwise.ldadam.signature import LowRankSignature
 from rankwise.plan.notes import Note
 from rankwise.plan.step_unit import Bucket, StepUnit
@@ -127,8 +127,12 @@ class WorkingShards:
         if not as_factors:
             self._step_by_elements(arrived, group)
         elif self._unit.cautious or not self._step_at_once(arrived, signature, group["lr"]):
-            for index, factors in arrived:
-                self._step_by_elements([(index, self._elements(index, factors, signature))], group)
+            for index, result in arrived:
+                if self._unit.collectives.place is None:
+                    self._step_by_factors(index, result, signature, group)
+                else:
+                    # To the bits of a step whose elements a device sends.
+                    self._step_by_elements([(index, self._elements(index, result, signature))], group)
 
     def _step_by_elements(self, arrived: list[tuple[int, Tensor]], group: Mapping[str, Any]) -> None:
         products = [result.view(-1, *self._weights[index].shape) for index, result in arrived]
@@ -169,11 +173,35 @@ class WorkingShards:
         )
         return True
 
+    def _step_by_factors(
+        self, index: int, result: Tensor, signature: LowRankSignature, group: Mapping[str, Any]
+    ) -> None:
+        part, weight = self._shard(index), self._weights[index]
+        basis, (direction, *kept) = _own_factors(result, signature, part)
+        if self._unit.cautious:
+            # Decay looks at the signs of the elements, which are written out.
+            elements = torch.zeros_like(weight)
+            self._subtract(elements, basis, direction, signature, part)
+            step_and_decay(self._unit, [weight], [elements.neg_()], group)
+        else:
+            self._subtract(weight, basis, direction * group["lr"], signature, part)
+        if kept:
+            self._subtract(self.source(index), basis, kept[0], signature, part)
+            self._keep_error(index)
+
     def _elements(self, index: int, factors: Tensor, signature: LowRankSignature) -> Tensor:
         """A shard's elements of the products, as an owner would send them."""
         part = self._shard(index)
         basis, others = _own_factors(factors, signature, part)
         return low_rank_rows(basis, others, part.start, part.end, signature.rows, part.row_length, signature.right)
+
+    def _subtract(self, run: Tensor, basis: Tensor, other: Tensor, signature: LowRankSignature, part: Shard) -> None:
+        """Subtract a shard's elements of a product of two factors."""
+        place = (part.start, part.end, signature.rows, part.row_length, signature.right)
+        if part.spread is not None:
+            run.sub_(low_rank_rows(basis, other, *place).view(run.shape))
+            return
+        subtract_low_rank_(run, basis, other, *place)
 
     def _shard(self, index: int) -> Shard:
         assert self._unit.exchange is not None
