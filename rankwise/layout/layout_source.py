@@ -170,7 +170,7 @@ class WorkPlace(NamedTuple):
     Attributes:
         device: The device.
         group: The ranks of the layout, which can send tensors of the device; None for one rank.
-        partners: The ranks of :attr:`LayoutSource.tensor_parallel`, which can do so, too.
+        partners: The ranks of tensor parallelism, which can do so, too.
     """
 
     device: torch.device

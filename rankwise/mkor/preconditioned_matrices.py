@@ -219,8 +219,8 @@ class MKORRule(MatrixRule):
 
     def _vectors_of(self, tasks: Sequence[MatrixTask]) -> Mapping[str, LayerVectors]:
         """The statistics of some layers, where the factors are moved."""
-        assert not isinstance(self._vectors, Sketches) and self.unit.exchange is not None
-        link = self.unit.exchange.link
+        assert not isinstance(self._vectors, Sketches)
+        link = self.unit.link
         if link is None:
             return self._vectors
         layers = dict.fromkeys(map(layer_of, tasks))

@@ -175,11 +175,10 @@ def offload_compute() -> Any:
     return option(
         "auto",
         Choice("auto", "host", "device"),
-        "Where matrices are multiplied if the framework keeps weights and states on the host (DeepSpeed's "
-        "offload_optimizer, FSDP2's CPUOffloadPolicy, Megatron's --optimizer-cpu-offload). \"device\": on the model's "
-        "device; they and their matrix states come and go batch by batch, and what is element-wise stays on the host. "
-        '"host": on the host\'s cores. "auto": on the device from 10 operations for each byte that travels. Where '
-        "nothing is offloaded it has no effect.",
+        "Where matrices are multiplied if the framework keeps weights and states on the host (ZeRO-Offload, "
+        'CPUOffloadPolicy, --optimizer-cpu-offload). "device": on the model\'s device; they and their matrix states '
+        'come and go batch by batch, and what is element-wise stays on the host. "host": on the host\'s cores. "auto": '
+        "on the device from 10 operations for each byte that travels. Where nothing is offloaded it has no effect.",
     )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rankwise.comm.exchange import MatrixExchange
 from rankwise.comm.halo import HaloExchange
+from rankwise.comm.host_link import HostLink
 from rankwise.comm.message_format import Traffic
 from rankwise.comm.owner_plan import MatrixTask
 from rankwise.comm.parameter_sums import ShardSums
@@ -343,9 +344,14 @@ class StepUnit:
         return StatePart(task.whole, matrix.parts.index(task.key), matrix.count, axis)
 
     @property
+    def link(self) -> HostLink | None:
+        """What carries matrices to another device, where weights and states stay on the host."""
+        return None if self.exchange is None else self.exchange.link
+
+    @property
     def is_offloaded(self) -> bool:
         """Whether weights and states stay on the host, and another device multiplies the matrices."""
-        return self.exchange is not None and self.exchange.link is not None
+        return self.link is not None
 
     @property
     def work_device(self) -> torch.device:
