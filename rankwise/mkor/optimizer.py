@@ -242,20 +242,21 @@ class MKOR(ShardedOptimizer):
         return self.planner.choose_owners(unit, tasks, slices, alone=alone)
 
     def _slices(self, unit: StepUnit, tasks: Sequence[MatrixTask]) -> dict[str, SlicedMatrix]:
-        """The matrices that ranks compute together, one slice each."""
+        """The matrices that ranks compute together, one slice each.
+
+        Of far ranks all must take part: sets of them would wait for one another.
+        """
         together = self.planner.source.tensor_parallel
         signatures = {task.key: task.signature for task in tasks if divisible(task.signature)}
         if together is None or not signatures:
             return {}
-        found = {}
+        if not together.near and len(together.sets) > 1:
+            return {}
+        worth, found = partial(self._sends_less, unit), {}
         for key, matrix in find_slices(unit.layout, signatures, together.sets).items():
             # Parts of vectors are put together in the order of the ranks.
             in_order = all(list(ranks) == sorted(set(ranks)) for ranks in matrix.owners)
-            if (
-                in_order
-                and self.options.window % matrix.count == 0
-                and (together.near or self._sends_less(unit, matrix))
-            ):
+            if in_order and self.options.window % matrix.count == 0 and (together.near or worth(matrix)):
                 found[key] = matrix
         return found
 
