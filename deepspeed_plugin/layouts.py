@@ -85,8 +85,9 @@ class DeepSpeedLayout(LayoutSource):
             assert dist.group.WORLD is not None
             self._shards, holders = auto_tp.shards(engine.module), dist.group.WORLD
             self.tensor_parallel = auto_tp.tensor_parallel(holders)
-        self.group: dist.ProcessGroup | None = _exchange_group(engine, holders)
-        self._twins: dict[dist.ProcessGroup, dist.ProcessGroup] = {holders: self.group}
+        twin = _exchange_group(engine, holders)
+        self.group: dist.ProcessGroup | None = twin
+        self._twins = {holders: twin}
         # Wrappers drop or clear the gradients of partitions after the step, except in the buffers of offload, where a
         # parameter without a gradient goes on showing its last one.
         self.spends_gradients = not engine.zero_cpu_offload()

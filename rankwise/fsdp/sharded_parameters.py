@@ -208,11 +208,11 @@ class ShardedParameters(WholeParameters):
         if self._devices != {"cpu"} or len(kinds) != 1:
             return None
         (kind,) = kinds
-        index = None if kind == "cpu" else torch.get_device_module(kind).current_device()
         if self._far is None:
             near = (group, None if self.tensor_parallel is None else self.tensor_parallel.group)
             groups = [None if ranks is None else self._device_group(ranks, kind) for ranks in near]
-            self._far = WorkPlace(torch.device(kind, index), *groups)
+            place = kind if kind == "cpu" else f"{kind}:{torch.get_device_module(kind).current_device()}"
+            self._far = WorkPlace(torch.device(place), *groups)
         return self._far
 
     def _device_group(self, host: dist.ProcessGroup, kind: str) -> dist.ProcessGroup:
