@@ -1,5 +1,5 @@
 # make setup    virtual environment with torch, DeepSpeed, megatron-core and this package
-# make train    small GPT on real text, AdamW against OPTIMIZER under FRAMEWORK (see below), two ranks
+# make train    GPT on real text, AdamW against OPTIMIZER under FRAMEWORK (see below), on GPUs or two CPU ranks
 # make test     the test suite          make lint    ruff and mypy
 # make package  wheel and source archive, tried in clean environments          make site    these pages, into build/site
 # make quick    what one process of torch can show in a few minutes: formulas, options, routing, plans, steps

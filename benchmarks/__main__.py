@@ -199,13 +199,63 @@ def gpu(
     device: Annotated[str, typer.Option(help="cuda; cpu tries all but the launches.")] = "cuda",
     model: Annotated[str | None, typer.Option(help="In place of Llama's layers; tiny makes everything small.")] = None,
     again: Annotated[bool, typer.Option(help="Measure these sections anew.")] = False,
-    output: Annotated[Path, typer.Option(help="JSON file, which a further call goes on with.")] = Path("gpu.json"),
+    shown: Annotated[
+        bool,
+        typer.Option("--list", help="List items, their states and what is expected; measure nothing."),
+    ] = False,
+    everything: Annotated[
+        bool, typer.Option(help="Also the cells of gpu-frameworks, all in the order of worth.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="JSON file, which a further call goes on with; another device's gets its name."),
+    ] = None,
 ) -> None:
     """Everything that only a GPU can tell, in pieces: what does not fit into the budget is left for the next call."""
-    from benchmarks.gpu.command import run
+    from benchmarks.gpu import command
 
     try:
-        status = run(budget, sections or [], items or [], device, model, again, output)
+        # What is tried on a CPU is no figure of the documentation's.
+        output = output or Path("docs/data/gpu.json" if device != "cpu" else "gpu-tried.json")
+        if everything:
+            status = command.everything(budget, device, model, output)
+        else:
+            status = command.run(budget, sections or [], items or [], device, model, again, shown, output)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(status)
+
+
+@app.command()
+def gpu_frameworks(
+    seconds: Annotated[float, typer.Option(min=1, help="Time for this call.")] = 540,
+    fronts: Annotated[
+        list[str] | None,
+        typer.Option("--front", help="deepspeed, fsdp, megatron or torchtitan; may be given several times."),
+    ] = None,
+    cells: Annotated[
+        list[str] | None,
+        typer.Option("--cell", help="Only items with this in their names; may be given several times."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda: all ranks share the first card; cpu: over gloo.")] = "cuda",
+    jobs: Annotated[int, typer.Option(min=1, help="Cells at once.")] = 4,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds that a cell may take.")] = 60,
+    megatron: Annotated[
+        Path | None, typer.Option(help="Folder that holds another version's `megatron`: only its cells run.")
+    ] = None,
+    again: Annotated[bool, typer.Option(help="Run cells with results of today's code, too.")] = False,
+    shown: Annotated[bool, typer.Option("--list", help="List the items and their states; run nothing.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="JSON file, which a further call goes on with; another device's gets its name."),
+    ] = None,
+) -> None:
+    """Real DeepSpeed, FSDP2, Megatron and torchtitan on two to four ranks of one card, each beside one process."""
+    from benchmarks.frameworks.command import run
+
+    try:
+        file = output or Path(f"docs/data/{'gpu' if device != 'cpu' else 'cpu'}-frameworks.json")
+        status = run(seconds, fronts or [], cells or [], device, jobs, limit, megatron, again, shown, file)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(status)
@@ -337,13 +387,17 @@ def performance(
 
 @app.command()
 def gpu_page(
-    figures: Annotated[Path, typer.Argument(help="JSON written by gpu.", exists=True)],
+    figures: Annotated[
+        Path, typer.Argument(help="JSON written by gpu; what gpu-frameworks wrote lies beside it.", exists=True)
+    ],
     page: Annotated[Path, typer.Argument(help="Markdown page to write.")] = Path("docs/gpu.md"),
 ) -> None:
     """Turn what was found on a GPU into a page of the documentation."""
     from benchmarks.gpu.page import gpu_page
 
-    page.write_text(gpu_page(json.loads(figures.read_text())))
+    beside = (figures.parent / f"{kind}-frameworks.json" for kind in ("cpu", "gpu"))
+    cells = (json.loads(path.read_text()) if path.exists() else None for path in beside)
+    page.write_text(gpu_page(json.loads(figures.read_text()), *cells))
 
 
 @app.command()

@@ -289,6 +289,27 @@ def sonew(band: int, of_device: bool = False, graft: str = "adam") -> None:
     )
 
 
+def narrow_sonew(band: int, second: torch.dtype = torch.bfloat16) -> None:
+    from rankwise.sonew.cuda import sonew_directions
+
+    grads, out = [[torch.zeros(each) for each in (64, 4096)] for _ in range(2)]
+    sonew_directions(
+        [Place(0, None), Place(0, 1024)],
+        grads,
+        narrow(torch.int8),
+        narrow(second),
+        [narrow(torch.int8) for _ in range(band)],
+        [None, None],
+        betas=(0.9, 0.99),
+        eps=1e-8,
+        gamma=1e-2,
+        step=2,
+        graft="adam",
+        graft_eps=1e-8,
+        out=out,
+    )
+
+
 def newton_schulz(dtype: torch.dtype) -> None:
     from rankwise.kernels.triton.symmetric_newton_schulz import symmetric_polynomial, symmetric_product
 
@@ -394,6 +415,9 @@ CALLS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     (sonew, (1,)),
     (sonew, (1, True)),
     (sonew, (1, True, "adam_official")),
+    (sonew, (4,)),
+    (narrow_sonew, (0,)),
+    (narrow_sonew, (1,)),
     (newton_schulz, (torch.bfloat16,)),
     (newton_schulz, (torch.float32,)),
     (factors, (torch.bfloat16,)),
@@ -412,7 +436,9 @@ CALLS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
 ]
 MORE = [
     (orthogonal_steps, (torch.float32, 64, 128)),
-    *((sonew, (band,)) for band in range(2, 9)),
+    *((sonew, (band,)) for band in (2, 3, 5, 6, 7, 8)),
+    (narrow_sonew, (4,)),
+    (narrow_sonew, (1, torch.uint8)),
     (preconditioning, (torch.float32, True, False)),
     (factors, (torch.float32,)),
     (low_rank_step, (True,)),

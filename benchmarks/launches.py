@@ -133,7 +133,7 @@ def _of_runs(name: str, table: Sequence[int], given: dict[str, Any]) -> int:
         moved = {"_gather_kernel": 4 + size, "_squares_kernel": size}.get(name, (size + 4) if given.get("OUT") else 0)
         return moved * sum(table[fields :: fields + 5])
     if name.startswith("sonew"):
-        return _of_sonew(name, table)
+        return _of_sonew(name, table, given)
     if name == "_step_kernel":
         lengths, rank = sum(table[6::8]), given["rank"]
         errors = 2 if given["ERROR"].primitive_bitwidth == 16 else 4
@@ -161,11 +161,12 @@ def _of_runs(name: str, table: Sequence[int], given: dict[str, Any]) -> int:
     return 0
 
 
-def _of_sonew(name: str, table: Sequence[int]) -> int:
+def _of_sonew(name: str, table: Sequence[int], given: dict[str, Any]) -> int:
     """Gradient, momentum, diagonal and covariances are read; all but the first, and the direction, written."""
     band = int(name.split("_")[1])
-    fields = 4 + band  # with the direction's; length, place, chain and two margins follow
-    return 4 * 2 * (3 + band) * sum(table[fields :: fields + 5])
+    statistics = _bytes(given, "MOMENTUM") + _bytes(given, "DIAGONAL") + band * _bytes(given, "EDGE")
+    # The lengths follow the addresses of these fields and of the direction.
+    return int((8 + 2 * statistics) * sum(table[4 + band :: given["COLUMNS"]]))
 
 
 @contextmanager

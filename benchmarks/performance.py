@@ -233,6 +233,11 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     axes.set_yticks(list(places), [row["name"] for row in timed])
     axes.invert_yaxis()
     axes.set_xscale("log")
+    longest = max(row["ratio"] for row in timed)
+    axes.set_xticks(
+        ticks := [tick for tick in (1, 2, 5, 10, 20, 50, 100) if tick <= max(longest, *others)], map(str, ticks)
+    )
+    axes.minorticks_off()
     axes.axvline(1.0, color="grey", linewidth=0.8)
     axes.set_xlabel("step time over AdamW(fused=True)")
     axes.legend()

@@ -46,13 +46,11 @@ class Recording:
     Attributes:
         words: What follows ``rankwise``.
         text: What it shows.
-        kept: How many of the first lines of its output; 0 keeps all.
         width: Columns of the terminal.
     """
 
     words: str
     text: str
-    kept: int = 0
     width: int = 100
 
 
@@ -65,9 +63,8 @@ RECORDINGS: Sequence[Recording] = (
     ),
     Recording(
         "explain --config ds.json --model gpt2-small",
-        "Which rule each parameter takes. With `--ranks 4`, also which rank owns each matrix (MKOR's factors, LDAdam's "
-        "basis), and why.",
-        30,
+        "Which rule each parameter takes; equal layers share a line, unless `--all` is given. `--ranks 4` adds "
+        "which rank owns each matrix (MKOR's factors, LDAdam's basis), and why.",
     ),
     Recording(
         "train --optimizer adamw --optimizer mars-m --steps 30 --layers 2 --hidden 64 --heads 4 --output runs/first",
@@ -112,21 +109,21 @@ def record(folder: Path) -> Iterator[tuple[Recording, str]]:
         done = subprocess.run(command, cwd=folder, env=wide, capture_output=True, text=True, timeout=900)
         if done.returncode:
             raise RuntimeError(f"rankwise {recording.words} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-        yield recording, _shown(done.stdout, folder, recording.kept)
+        yield recording, _shown(done.stdout, folder)
 
 
 _NOISE = ("built successfully", "real_accelerator")
 """Words of lines that DeepSpeed prints everywhere, and that say nothing."""
 
 
-def _shown(output: str, folder: Path, kept: int) -> str:
+def _shown(output: str, folder: Path) -> str:
     """Without what only this machine has: its folders."""
     text = output.replace(str(folder.resolve()), ".").replace(str(folder), ".")
     text = re.sub(r"\bPATH=\S+", "PATH=…", text.replace(sys.executable, "python"))
     lines = [line.rstrip() for line in text.strip("\n").splitlines() if not any(noise in line for noise in _NOISE)]
     if any(sys.prefix in line for line in lines):
         raise RuntimeError(f"the output names a folder of this machine:\n{text}")
-    return "\n".join([*lines[:kept], "…"] if 0 < kept < len(lines) else lines)
+    return "\n".join(lines)
 
 
 def recordings_page(found: Sequence[tuple[Recording, str]]) -> str:

@@ -69,15 +69,21 @@ step. So let the handler set a flag, and let the ranks agree at the end of every
 runs this loop:
 
 ```python
-asked = []
-signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
-for batch in batches:
-    ...  # forward, backward, step
-    stop = torch.tensor(float(bool(asked)), device=engine.device)
-    torch.distributed.all_reduce(stop, torch.distributed.ReduceOp.MAX)
-    if stop:
-        engine.save_checkpoint(folder)
-        break
+import signal
+
+import torch
+
+
+def train_until_asked(engine, batches, train_step, folder):
+    asked = []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
+    for batch in batches:
+        train_step(batch)  # forward, backward, step
+        stop = torch.tensor(float(bool(asked)), device=engine.device)
+        torch.distributed.all_reduce(stop, torch.distributed.ReduceOp.MAX)
+        if stop:
+            engine.save_checkpoint(folder)
+            break
 ```
 """
 
@@ -92,6 +98,9 @@ your schedule is your own code, call this function on all ranks now and then. Th
 rate” runs it:
 
 ```python
+import torch
+
+
 def refuse_other_rates(optimizer):
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     everyone = [None] * torch.distributed.get_world_size()

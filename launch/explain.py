@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from re import split
+from re import split, sub
 from typing import NamedTuple
 
 from rich.markup import escape
@@ -20,6 +20,7 @@ from rankwise.step.optimizer import ShardedOptimizer
 __all__ = [
     "ExplainedOwner",
     "ExplainedParameter",
+    "equal_layers",
     "explain_table",
     "explained",
     "explained_owners",
@@ -88,20 +89,42 @@ def explained(asked: Asked) -> list[ExplainedParameter]:
     ]
 
 
-def explain_table(rows: list[ExplainedParameter], optimizer: str) -> Table:
-    """Return the rows of an optimizer as a table for the terminal."""
+def explain_table(rows: list[ExplainedParameter], optimizer: str, whole: bool = False) -> Table:
+    """Return the rows of an optimizer as a table for the terminal.
+
+    Args:
+        rows: A row per parameter.
+        optimizer: Its name.
+        whole: Whether each parameter has a line, not only each kind of them.
+    """
     table = Table(title=f"{optimizer}, one rank")
     table.add_column("parameter", overflow="fold")
     for heading in ("shape", "rule", "why"):
         table.add_column(heading)
-    table.add_column("state, bytes", justify="right")
-    for row in rows:
-        table.add_row(row.parameter, " x ".join(map(str, row.shape)), row.rule, row.why, f"{row.state_bytes:,}")
+    table.add_column("state, bytes", justify="right", no_wrap=True)
+    for name, row in ((row.parameter, row) for row in rows) if whole else equal_layers(rows):
+        table.add_row(name, " x ".join(map(str, row.shape)), row.rule, row.why, f"{row.state_bytes:,}")
     total, adamw = sum(row.state_bytes for row in rows), 8 * sum(prod(row.shape) for row in rows)
     table.add_section()
     table.add_row("all", "", "", "", f"{total:,}")
     table.caption = f"{total / _MEBIBYTE:,.1f} MiB; AdamW's would be {adamw / _MEBIBYTE:,.1f} MiB"
     return table
+
+
+def equal_layers(rows: list[ExplainedParameter]) -> list[tuple[str, ExplainedParameter]]:
+    """Return a row for parameters that differ in numbers of layers alone, with a name for all and their bytes together.
+
+    The name is ``h.*.attn.c_attn.weight ×12``; a parameter that is like no other keeps its own.
+    """
+    alike: dict[tuple[object, ...], list[ExplainedParameter]] = {}
+    for row in rows:
+        alike.setdefault((sub(r"(?<=\.)\d+(?=\.)", "*", row.parameter), *row[1:]), []).append(row)
+    return [
+        (f"{key[0]} ×{len(group)}", group[0]._replace(state_bytes=sum(row.state_bytes for row in group)))
+        if len(group) > 1
+        else (group[0].parameter, group[0])
+        for key, group in alike.items()
+    ]
 
 
 def explained_owners(asked: Asked) -> list[ExplainedOwner]:

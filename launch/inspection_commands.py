@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,11 +22,11 @@ from rankwise.launch.planning.question import (
     Question,
     VocabSize,
 )
-from rankwise.launch.terminal import console, tell_programs
+from rankwise.launch.terminal import console, say, tell_programs
 from rankwise.launch.typed_options import bad_usage, count, takes_dataclasses
 
 if TYPE_CHECKING:
-    from rankwise.launch.planning.plan_request import Asked
+    from rankwise.launch.planning.advice import Advice
     from rankwise.launch.planning.rank_figures import Figures
 
 __all__ = ["compare", "doctor", "explain", "list_types", "plan"]
@@ -65,36 +64,44 @@ def doctor(
 def plan(context: typer.Context, question: Question, links: Links, goal: Goal) -> None:
     """What every rank will hold, send and compute; Megatron's flags follow after --."""
     from rankwise.launch.planning import presentation
+    from rankwise.launch.planning.advice import advised
     from rankwise.launch.planning.costs import cost
     from rankwise.launch.planning.devices import DEVICES, device_of
     from rankwise.launch.planning.plan_request import answered
 
     _check_png(goal.png)
     with bad_usage():
-        most, judge = goal.most, device_of(goal.gpu)
+        judge = device_of(goal.gpu)
         asked = answered(replace(question, flags=tuple(context.args)))
         figures = asked.figures()
     judges = [] if judge in DEVICES else [judge]
     costs = [cost(figures, device, links, asked.tokens, goal.efficiency) for device in (*DEVICES, *judges)]
 
-    def fits(of: Figures) -> bool:
-        held = goal.max_state_gb is None or max(of.states()) <= goal.max_state_gb * 2**30
-        return held and (most is None or cost(of, judge, links, asked.tokens, goal.efficiency).share <= most)
+    def limits(of: Figures) -> list[tuple[str, float]]:
+        share = cost(of, judge, links, asked.tokens, goal.efficiency).share
+        return list(goal.limits(max(of.states()), share))
 
-    fitting = fits(figures)
+    def excess(of: Figures) -> float:
+        return sum(max(over, 0.0) for _, over in limits(of))
+
+    fitting = not excess(figures)
     shown = (asked.picked.name, figures, asked.cluster)
     if not goal.as_json:
         presentation.show(console, *shown, costs, links)
+        presentation.show_assumptions(console, figures, links, asked.tokens, goal.efficiency)
     if goal.png is not None:
         presentation.draw(*shown, goal.png)
-    advice = [] if fitting else _advice(asked, fits)
+    advice = None if fitting else advised(asked, excess)
+    told = [] if advice is None else [_advice(advice, limits(advice.figures))]
     if goal.as_json:
-        content = {**presentation.as_json(*shown, costs, links), "fits": fitting, "recommended": advice}
-        tell_programs(content)
-    elif not fitting:
-        console.print(
-            "The limit is not met. " + (advice[0] if advice else "Nothing that was tried meets it."), markup=False
-        )
+        content = {**presentation.as_json(*shown, costs, links), "fits": fitting}
+        content["assumed"] = {"tokens": asked.tokens, "efficiency": goal.efficiency, **asdict(links)}
+        tell_programs({**content, "recommended": told if advice is not None and advice.meets else []})
+    else:
+        for words, over in limits(figures):
+            say(f"{'Not met' if over > 0 else 'Met'}: {words}.")
+        for line in [] if fitting else told or ["Nothing that was tried helps."]:
+            say(line)
     if not fitting:
         raise typer.Exit(1)
 
@@ -106,18 +113,11 @@ def _check_png(png: Path | None) -> None:
         raise typer.BadParameter(HOW_TO_DRAW, param_hint="--png")
 
 
-def _advice(asked: Asked, fits: Callable[[Figures], bool]) -> list[str]:
-    """Return advice with the mildest change that meets the limits."""
-    from rankwise.launch.planning.advice import changes
-
-    for change in changes(asked.picked, asked.cluster):
-        try:
-            figures = asked.changed(change.picked, change.cluster).figures()
-        except ValueError:
-            continue
-        if fits(figures):
-            return [f"With {change.words} it is: {max(figures.states()) / 2**30:.3f} GiB on the fullest rank."]
-    return []
+def _advice(advice: Advice, limits: list[tuple[str, float]]) -> str:
+    reached = "; ".join(words for words, _ in limits)
+    if advice.meets:
+        return f"It is met with {advice.words}: {reached}."
+    return f"Nothing that was tried meets it. Nearest comes {advice.words}: {reached}."
 
 
 def compare(
@@ -165,7 +165,7 @@ def list_types(
         typer.echo(choices.as_markdown(), nl=False)
         return
     if as_json:
-        tell_programs([row._asdict() for row in choices.rows()])
+        tell_programs([row.content for row in choices.rows()])
         return
     console.print(choices.shown(console.width, whole))
     console.print("docs/choose.md has recipes, docs/evidence.md what was tried; --all says more of each.")
@@ -182,6 +182,7 @@ def explain(
     vocab_size: VocabSize = None,
     ranks: Annotated[int | None, count("Show the owner of each matrix, too, on so many ranks.", OWNERS)] = None,
     stage: Annotated[int | None, count("Of ZeRO; by default the config's, else 2.", OWNERS, least=0, most=3)] = None,
+    whole: Annotated[bool, typer.Option("--all", help="A line for each parameter, not for equal layers.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show which rule every parameter of a model takes and what its state costs; no weights are made.
@@ -211,6 +212,6 @@ def explain(
         told = {"optimizer": asked.picked.name, "parameters": [row._asdict() for row in rows]}
         tell_programs(told if owners is None else {**told, "owners": [row._asdict() for row in owners]})
         return
-    console.print(explain_table(rows, asked.picked.name))
+    console.print(explain_table(rows, asked.picked.name, whole))
     if ranks is not None and owners is not None:
         console.print(owners_table(owners, ranks))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["ModelFamily", "build_model"]
 

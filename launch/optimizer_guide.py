@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -15,14 +16,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rankwise.configs import model_config_path
-from rankwise.configs.making import VALUES
-from rankwise.names import BY_NAME, BY_SPELLING, Named, is_ours
+from rankwise.rule_modules import names_rule_modules
 
 __all__ = ["CHOICES", "RECORDED", "SETTING", "Characteristics", "Row", "as_markdown", "computed", "rows", "shown"]
 
 RECORDED = Path(__file__).parent / "recorded" / "costs.json"
-"""What :func:`computed` gave for every type of ours: ``python -m rankwise.launch.optimizer_guide`` writes it."""
+"""What :func:`computed` gave for every type of ours, read in its place, which needs no torch.
+
+``python -m rankwise.launch.optimizer_guide`` writes it.
+"""
 REFERENCE, RANKS, STAGE, TOKENS = "llama-8b", 64, 3, 1 << 20
 SETTING = f"Llama 8 B on {RANKS} H100s, ZeRO-{STAGE}, {TOKENS:,} tokens a step"
 NOT_MEASURED = "not measured yet"
@@ -123,67 +125,63 @@ CHOICES: Mapping[str, Characteristics] = {
 """Characteristics by the spelling of a JSON's ``"type"``."""
 
 
-class Price(NamedTuple):
-    """The costs of a type in the :data:`SETTING`, with the options of its configuration for that model.
+class Computed(NamedTuple):
+    """What can be computed of a type: costs in the :data:`SETTING`, with its configuration for that model.
 
     Attributes:
         state: Bytes for each parameter, of all ranks together.
         sent: Bytes for each parameter that all ranks together send in a step.
         share: Share of a whole training step that the optimizer takes.
+        ready: The ready file's learning rate over AdamW's there.
+        betas: Betas of the ready configuration, or the default.
     """
 
     state: float
     sent: float
     share: float
+    ready: float
+    betas: str
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True)
+class Row:
     """A type in the table.
 
     Attributes:
         name: Name of the type.
-        purpose: See :class:`Characteristics`.
-        against: See :class:`Characteristics`.
-        brief: See :class:`Characteristics`.
-        rate: See :class:`Characteristics`.
-        ready: The ready file's learning rate over AdamW's there.
-        gains: See :class:`Characteristics`.
-        betas: Betas of the ready configuration, or the default.
-        state: See :class:`Price`.
-        sent: See :class:`Price`.
-        share: See :class:`Price`.
-        gpu: Time of a step on a GPU over fused AdamW's; None: not measured.
+        choice: What cannot be computed of it.
+        costs: What can.
     """
 
     name: str
-    purpose: str
-    against: str
-    brief: str
-    rate: str
-    ready: float
-    gains: str
-    betas: str
-    state: float
-    sent: float
-    share: float
-    gpu: float | None
+    choice: Characteristics
+    costs: Computed
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """All that is known of the type, by the names of :class:`Characteristics` and :class:`Computed`."""
+        known = {"name": self.name, **asdict(self.choice), **self.costs._asdict()}
+        return {**known, "gpu": self.choice.gpu[1] if self.choice.gpu else None}
 
     def gain(self, size: str) -> str:
         """Return the loss less AdamW's at one of the :data:`SIZES`; an empty text if there is none."""
-        match = re.search(rf"(\S+) at {re.escape(size)}", self.gains)
+        match = re.search(rf"(\S+) at {re.escape(size)}", self.choice.gains)
         return match[1] if match else ""
 
 
-def computed(name: str) -> Price:
-    """Return the costs of a type in the :data:`SETTING`, by ``rankwise plan``.
+def computed(name: str) -> Computed:
+    """Return what can be computed of a type, its costs by ``rankwise plan``.
 
     Args:
         name: Name of the optimizer.
     """
+    from rankwise.configs import model_config_path
+    from rankwise.configs.making import VALUES
     from rankwise.launch.planning.costs import cost
     from rankwise.launch.planning.devices import Links, device_of
     from rankwise.launch.planning.plan_request import answered
     from rankwise.launch.planning.question import Goal, Question
+    from rankwise.names import BY_NAME, is_ours
 
     run = {"model": REFERENCE, "ranks": RANKS, "stage": STAGE, "batch_tokens": TOKENS, "precision": "bf16"}
     config = model_config_path(REFERENCE, "mars-adamw" if name == "mars" else name) if is_ours(name) else None
@@ -191,33 +189,36 @@ def computed(name: str) -> Price:
     figures = asked.figures()
     total = cost(figures, device_of("H100"), Links(), asked.tokens, Goal.efficiency)
     sent = sum(rank.bytes_sent + rank.periodic_bytes / rank.period for rank in figures.ranks)
-    return Price(sum(figures.states()) / figures.parameters, sent / figures.parameters, total.share)
+    named = BY_NAME[name]
+    params = named.complete(VALUES[name], name, instead=named.optimizer.__name__)
+    table = named.optimizer.options_type.table()
+    betas = params.get("betas") or (table["betas"].default if "betas" in table else ())
+    return Computed(
+        sum(figures.states()) / figures.parameters,
+        sent / figures.parameters,
+        total.share,
+        params["lr"] / VALUES["adamw"]["lr"],
+        ", ".join(f"{beta:g}" for beta in betas),
+    )
 
 
 def rows() -> Iterator[Row]:
     """Yield every type, the lowest loss at the first of the :data:`SIZES` first; types of rules from outside last."""
-    recorded = {name: Price(*cost) for name, cost in json.loads(RECORDED.read_text(encoding="utf-8")).items()}
-    baseline = VALUES["adamw"]["lr"]
-    found = []
+    recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
+    found = [Row(name, choice, Computed(**recorded[name.lower()])) for name, choice in CHOICES.items()]
+    yield from sorted([*found, *_brought()], key=_place)
+
+
+def _brought() -> Iterator[Row]:
+    """Yield the types of users' own modules, if there are any."""
+    if not (names_rule_modules() or "rankwise.names" in sys.modules):
+        return
+    from rankwise.names import BY_SPELLING
+
     for spelling, named in BY_SPELLING.items():
-        choice = CHOICES.get(spelling) or _brought(named)
-        params = named.complete(VALUES[spelling.lower()], spelling, instead=named.optimizer.__name__)
-        table = named.optimizer.options_type.table()
-        betas = params.get("betas") or (table["betas"].default if "betas" in table else ())
-        price = recorded.get(spelling.lower()) or computed(spelling.lower())
-        row = Row(
-            *(spelling, choice.purpose, choice.against, choice.brief, choice.rate),
-            *(params["lr"] / baseline, choice.gains),
-            ", ".join(f"{beta:g}" for beta in betas),
-            *price,
-            choice.gpu[1] if choice.gpu else None,
-        )
-        found.append(row)
-    yield from sorted(found, key=_place)
-
-
-def _brought(named: Named) -> Characteristics:
-    return Characteristics(f"see {named.optimizer.__module__}", "", f"of {named.optimizer.__module__}")
+        if spelling not in CHOICES:
+            module = named.optimizer.__module__
+            yield Row(spelling, Characteristics(f"see {module}", "", f"of {module}"), computed(spelling.lower()))
 
 
 def _place(row: Row) -> tuple[bool, float]:
@@ -233,9 +234,14 @@ _NARROW = 76
 def _cells(row: Row) -> list[str]:
     """Return a row of the short table."""
     gains = [row.gain(size) for size in SIZES]
-    rate = "" if row.rate == NOT_MEASURED else row.rate
-    gpu = "" if row.gpu is None else f"{row.gpu:.1f}"
-    return [row.name, *gains, rate, f"{row.state:.1f}", f"{row.share:.1%}", gpu, row.brief]
+    rate = "" if row.choice.rate == NOT_MEASURED else row.choice.rate
+    gpu = "" if row.choice.gpu is None else f"{row.choice.gpu[1]:.1f}"
+    return [row.name, *gains, rate, f"{row.costs.state:.1f}", f"{row.costs.share:.1%}", gpu, row.choice.brief]
+
+
+def _telling(rows: list[list[str]]) -> list[int]:
+    """Return the columns in which rows differ, and the first."""
+    return [number for number, cells in enumerate(zip(*rows, strict=True)) if number == 0 or len(set(cells)) > 1]
 
 
 EXPLAINED = (
@@ -252,12 +258,16 @@ def shown(width: int, whole: bool = False) -> RenderableType:
         width: Columns of the terminal; below a limit there are paragraphs, which break no word.
         whole: Whether all columns are shown, in paragraphs.
     """
+    listed = list(_listed())
+    cells = [(_facts if whole or width < _NARROW else _cells)(row) for row in listed]
+    columns = _telling(cells)
     if whole or width < _NARROW:
-        return Group(*map(_paragraph, _listed()))
-    table = Table(*_HEADINGS, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        return Group(*(_paragraph([row[column] for column in columns]) for row in cells))
+    headings = [_HEADINGS[column] for column in columns]
+    table = Table(*headings, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.columns[0].no_wrap = True
-    for row in _listed():
-        table.add_row(*map(Text, _cells(row)))
+    for row in cells:
+        table.add_row(*(Text(row[column]) for column in columns))
     return Group(table, Text(EXPLAINED))
 
 
@@ -266,19 +276,26 @@ def _listed() -> Iterator[Row]:
     return (row for row in rows() if row.name != "MARS")
 
 
-def _paragraph(row: Row) -> RenderableType:
-    said = [
-        f"for: {row.purpose}",
-        f"not for: {row.against}",
-        f"lr over AdamW's: {row.rate} (ready file: {row.ready:.2g})",
-        f"loss less AdamW's, by parameters: {row.gains}",
-        f"betas (ready file): {row.betas or 'none'}",
-        f"state, bytes per parameter (AdamW: 8): {row.state:.2f}",
-        f"sent, bytes per parameter and step: {row.sent:.2f}",
-        f"share of a training step: {row.share:.1%}",
-        f"GPU step over fused AdamW's: {NOT_MEASURED if row.gpu is None else f'{row.gpu:.2f}'}",
+def _facts(row: Row) -> list[str]:
+    """Return the name of a type and all that is known of it, a line for each."""
+    choice, costs = row.choice, row.costs
+    return [
+        row.name,
+        f"for: {choice.purpose}",
+        f"not for: {choice.against}",
+        f"lr over AdamW's: {choice.rate} (ready file: {costs.ready:.2g})",
+        f"loss less AdamW's, by parameters: {choice.gains}",
+        f"betas (ready file): {costs.betas or 'none'}",
+        f"state, bytes per parameter (AdamW: 8): {costs.state:.2f}",
+        f"sent, bytes per parameter and step: {costs.sent:.2f}",
+        f"share of a training step: {costs.share:.1%}",
+        f"GPU step over fused AdamW's: {NOT_MEASURED if choice.gpu is None else f'{choice.gpu[1]:.2f}'}",
     ]
-    return Group(Text(row.name, style="bold"), *(Padding(Text(text), (0, 0, 0, 2)) for text in said), "")
+
+
+def _paragraph(facts: list[str]) -> RenderableType:
+    said = (Padding(Text(text), (0, 0, 0, 2)) for text in facts[1:])
+    return Group(Text(facts[0], style="bold"), *said, "")
 
 
 def as_markdown() -> str:
@@ -288,14 +305,14 @@ def as_markdown() -> str:
     lines = [first, ["---"] * len(first)]
     for row in _listed():
         name, *gains, rate, state, share, gpu, _ = _cells(row)
-        lines.append((name, *gains, f"{rate} ({row.ready:.2g})".strip(), state, share, gpu))
+        lines.append((name, *gains, f"{rate} ({row.costs.ready:.2g})".strip(), state, share, gpu))
     lines += [(), ("type", "for", "not for"), ["---"] * 3]
-    lines += [(row.name, row.purpose, row.against) for row in _listed()]
+    lines += [(row.name, row.choice.purpose, row.choice.against) for row in _listed()]
     return "".join(f"| {' | '.join(line)} |\n" if line else "\n" for line in lines)
 
 
 def _record() -> None:
-    costs = {name: list(computed(name)) for name in BY_NAME if is_ours(name)}
+    costs = {name.lower(): computed(name.lower())._asdict() for name in CHOICES}
     RECORDED.write_text(json.dumps(costs, indent=1) + "\n", encoding="utf-8")
 
 

@@ -25,6 +25,7 @@ from rankwise.launch.data import Corpus, load_corpus, load_tokenizer
 from rankwise.launch.environment import leave_groups, prepare_shm_build
 from rankwise.launch.loop import Loop, learning_rate_factor, optimizer_state_bytes
 from rankwise.launch.models import build_model
+from rankwise.launch.planning.devices import DEVICES
 from rankwise.launch.sampler import WindowSampler
 from rankwise.launch.settings import Settings
 
@@ -70,6 +71,8 @@ def run(settings: Settings) -> None:
         seq_len=settings.seq_len,
     )
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    if settings.compiled:
+        model.compile(backend=settings.compiled)  # in place: parameters keep their names
 
     def scheduler(optimizer: torch.optim.Optimizer) -> LambdaLR:
         return LambdaLR(
@@ -84,6 +87,7 @@ def run(settings: Settings) -> None:
         summary["layout"] = f"ZeRO-{engine.zero_optimization_stage()}"
         summary["zero_stage"] = engine.zero_optimization_stage()
         summary["device"] = get_accelerator().current_device_name()
+        summary |= _of_device(summary["tokens_per_second"] / world_size, parameters, settings)
         if rank == 0:
             path = settings.output / "summary.json"
             path.write_text(json.dumps(summary, indent=2), encoding="utf-8")
@@ -93,6 +97,25 @@ def run(settings: Settings) -> None:
         engine.destroy()
     del engine, trained
     leave_groups()
+
+
+def _of_device(tokens_per_second: float, parameters: int, settings: Settings) -> dict[str, Any]:
+    """Return what a GPU needed of its memory, and the share of its peak that was reached; nothing on CPUs.
+
+    A token takes 6 operations a parameter and 12 a layer, width and position of its attention, as is usual.
+
+    Args:
+        tokens_per_second: Tokens per second of one rank.
+        parameters: Number of parameters.
+        settings: Shape of the model.
+    """
+    if not torch.cuda.is_available():
+        return {}
+    name = torch.cuda.get_device_name()
+    peaks = [device.teraflops for device in DEVICES if device.name in name]
+    operations = 6 * parameters + 12 * settings.layers * settings.hidden * settings.seq_len
+    share = {"share_of_peak": tokens_per_second * operations / (peaks[0] * 1e12)} if peaks else {}
+    return {"device": name, "peak_memory_bytes": torch.cuda.max_memory_allocated(), **share}
 
 
 class _DeepSpeed:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
@@ -13,6 +14,25 @@ from rankwise.launch.drawing import pyplot_if_installed
 __all__ = ["plot_curves", "read_metrics", "read_summary", "results_table"]
 
 _MEBIBYTE = 1 << 20
+
+
+class _Column(NamedTuple):
+    """A column of the table: what of a summary it shows, and how."""
+
+    heading: str
+    key: str
+    written: Callable[[float], str]
+
+
+_COLUMNS = (
+    _Column("validation loss", "validation_loss", "{:.4f}".format),
+    _Column("tokens/s", "tokens_per_second", "{:,.0f}".format),
+    _Column("step share of time", "step_share", "{:.1%}".format),
+    _Column("optimizer state per rank, MiB", "state_bytes_per_rank", lambda size: f"{size / _MEBIBYTE:.2f}"),
+    _Column("peak memory, GiB", "peak_memory_bytes", lambda size: f"{size / 2**30:.2f}"),
+    _Column("share of the peak", "share_of_peak", "{:.0%}".format),
+)
+"""The last two are known on GPUs alone."""
 
 
 def read_summary(run: Path) -> dict[str, Any]:
@@ -40,16 +60,12 @@ def results_table(summaries: list[dict[str, Any]]) -> Table:
         f"{first['layout']}, {first['steps']} steps, {first['tokens'] / 1e6:.2f} M tokens"
     )
     table.add_column("optimizer")
-    for heading in ("validation loss", "tokens/s", "step share of time", "optimizer state per rank, MiB"):
-        table.add_column(heading, justify="right")
+    shown = [column for column in _COLUMNS if any(column.key in summary for summary in summaries)]
+    for column in shown:
+        table.add_column(column.heading, justify="right")
     for summary in summaries:
-        table.add_row(
-            summary["label"],
-            f"{summary['validation_loss']:.4f}",
-            f"{summary['tokens_per_second']:,.0f}",
-            f"{summary['step_share']:.1%}",
-            f"{summary['state_bytes_per_rank'] / _MEBIBYTE:.2f}",
-        )
+        cells = (column.written(summary[column.key]) if column.key in summary else "" for column in shown)
+        table.add_row(summary["label"], *cells)
     table.add_section()
     table.add_row("unigram entropy of the text", f"{first['unigram_entropy']:.4f}", style="dim")
     return table

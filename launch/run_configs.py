@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rankwise.configs import OPTIMIZERS, deepspeed_config
+from rankwise.configs import OPTIMIZERS, deepspeed_config, model_config_path
 from rankwise.launch.settings import Settings
-from rankwise.names import BY_NAME, BY_SPELLING
+from rankwise.names import BY_NAME, BY_SPELLING, is_ours
 from rankwise.options.hints import misspelt
 from rankwise.options.validation import check_given
 
@@ -149,11 +149,19 @@ def planned_configs(
     written = {str(block["type"]).lower(): block} if isinstance(block, dict) and "type" in block else {}
     if not optimizers and not written:
         raise ValueError('config has no "optimizer" block with a "type"; add one or choose with --optimizer')
-    blocks = {name: written.get(name) or deepspeed_config(name)["optimizer"] for name in optimizers or written}
+    blocks = {name: written.get(name) or _ready_block(name, settings.values_of) for name in optimizers or written}
     configs = {label: _with_values(base, block, settings) for label, block in blocks.items()}
     for planned in configs.values():
         check_options(planned["optimizer"])
     return configs
+
+
+def _ready_block(name: str, model: str) -> dict[str, Any]:
+    """Return the packaged block of an optimizer, for a model if its files have this optimizer."""
+    published = model and name != "mars" and (name == "adamw" or is_ours(name))
+    config = read_config(model_config_path(model, name)) if published else deepspeed_config(name)
+    block: dict[str, Any] = config["optimizer"]
+    return block
 
 
 def check_options(block: Mapping[str, Any]) -> None:
@@ -195,6 +203,8 @@ def _with_values(base: dict[str, Any], block: dict[str, Any], settings: Settings
         if value is not None:
             config[key] = value
             config.pop("train_batch_size", None)  # DeepSpeed derives it from the other two and the ranks
+    if settings.bf16:
+        config["bf16"] = {"enabled": True}
     config.pop("scheduler", None)  # the reference script has its own scheduler for all optimizers
     config.setdefault("steps_per_print", 10**9)  # the progress bar shows steps
     return config

@@ -13,7 +13,14 @@ import typer
 from rankwise.launch.models import ModelFamily
 from rankwise.launch.typed_options import count, share
 
-__all__ = ["Config", "Form", "Framework", "Place", "Ranks", "Settings"]
+__all__ = ["ON_A_GPU", "Config", "Form", "Framework", "Place", "Ranks", "Settings"]
+
+ON_A_GPU: dict[str, Any] = {
+    **{"layers": 12, "hidden": 768, "heads": 12, "seq_len": 1024, "micro_batch": 16, "accumulation": 4, "steps": 1000},
+    **{"bf16": True, "compiled": "inductor", "values_of": "gpt2-small"},
+    **{"validation_interval": 250, "validation_samples": 256},
+}
+"""What ``rankwise train`` takes on GPUs for options that were not typed: GPT-2 small's shape, compiled, in bfloat16."""
 
 Framework = Literal["deepspeed", "megatron"]
 Form = Literal["deepspeed", "megatron", "torch"]
@@ -53,12 +60,15 @@ class Settings:
         seq_len: Tokens per sample.
         micro_batch: Samples per forward pass and rank; None: the configuration's.
         accumulation: Micro-batches per step; None: the configuration's.
+        bf16: Whether the model is in bfloat16; False: as the configuration says.
+        compiled: Backend of ``torch.compile`` for the model; None: it is not compiled.
         validation_interval: Steps between two validations; the last step always has one.
         validation_samples: Windows per validation, over all ranks.
         seed: Decides initialisation and sample order.
         output: Folder for metrics and summary.
         cache: Folder of the token files.
         final_lr: Share of the peak learning rate that the cosine ends at.
+        values_of: Model of :data:`rankwise.configs.MODELS` whose files have the optimizers' values; "": the small one.
         label: Name of the run in the table and the plot.
         deepspeed: The DeepSpeed configuration, which is passed on unchanged. Under Megatron, optimizer, batch sizes and
             clipping come from it.
@@ -87,6 +97,10 @@ class Settings:
     seq_len: Annotated[int, count("Tokens per sample.", _SHAPE)] = 128
     micro_batch: Annotated[int | None, count("Samples of a pass and rank.", _RUN)] = None
     accumulation: Annotated[int | None, count("Micro-batches per step.", _RUN)] = None
+    bf16: Annotated[bool, typer.Option(help="Model in bfloat16; on a GPU by default.", hidden=True)] = False
+    compiled: Annotated[
+        str | None, typer.Option("--compile", help="Backend of torch.compile.", metavar="NAME", rich_help_panel=_RUN)
+    ] = None
     validation_interval: Annotated[int, count("Steps between validations.", _TEXT)] = 50
     validation_samples: Annotated[int, count("Windows per validation.", _TEXT)] = 128
     seed: Annotated[int, count("Of weights and samples.", _RUN, least=0)] = 0
@@ -95,6 +109,7 @@ class Settings:
     )
     cache: Annotated[Path, _text("Of the tokenized text.", _TEXT)] = Path("runs/.cache")
     final_lr: float = 0.1
+    values_of: str = ""
     label: str = ""
     deepspeed: dict[str, Any] = field(default_factory=dict)
 

@@ -160,7 +160,7 @@ def _settle(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(
             f"argument --yaml-cfg: it is invalid with --optimizer {name}: the file would replace every argument"
         )
-    for flag_text, reason in refused_flags(args, name, parser.get_default):
+    for flag_text, reason in refused_flags(args, name):
         parser.error(f"argument {flag_text}: it is invalid with --optimizer {name}: {reason}")
     _check_values(parser, name, given_options(args, name))
     _warn_of_unread(parser, args, name)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron_patches.adam_states import Stored
 from megatron_patches.layouts import MegatronLayout
+from megatron_patches.megatron_fsdp import under_megatron_fsdp
 from megatron_patches.model_keys import model_keys
 from megatron_patches.param_groups import Group, match_groups
 from megatron_patches.records import RECORD, Place, at_place, find_records, relocate_records, wanted_records
@@ -303,7 +304,8 @@ def _recorded_groups(record: Mapping[str, Any]) -> list[Group]:
 
 def _pieces(wrapper: MegatronOptimizer) -> Iterator[_Piece]:
     """Yield all element states of this rank, and main weights if the model's own are rounded."""
-    half = wrapper.config.bf16 or wrapper.config.fp16
+    # The model's dictionary has the main weights under Megatron's FSDP.
+    half = (wrapper.config.bf16 or wrapper.config.fp16) and not under_megatron_fsdp(wrapper)
     for shard, copy_here, weight, states in stored_shards(wrapper.optimizer):
         copy = _copy(wrapper.optimizer, shard.key, copy_here)
         named = {"weight": weight, **states} if half else states

@@ -110,5 +110,6 @@ def _signs(parameters: Mapping[Parameter, ModelParameter], expert: bool) -> Iter
 
 
 def _sign(values: Tensor) -> str:
-    flat = values.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    # A copy, because memory that numpy has seen cannot be freed as Megatron's FSDP frees that of gathered weights.
+    flat = values.detach().cpu().contiguous().clone().view(-1).view(torch.uint8)
     return hashlib.blake2b(flat.numpy().tobytes(), digest_size=16).hexdigest()

@@ -130,6 +130,8 @@ def _under(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..
 def _names_cuda(value: Any) -> bool:
     if isinstance(value, str):
         return value.split(":")[0] == "cuda"
+    if type(value) is int:  # the number of a CUDA device
+        return True
     return isinstance(value, torch.device) and value.type == "cuda"
 
 
@@ -190,7 +192,7 @@ def _cuda_attributes() -> dict[str, Any]:
         **dict.fromkeys(no_op, _nothing),
         **dict.fromkeys((*no_memory, "device_memory_used"), _zero),
         "memory_stats": lambda *args, **kwargs: {},
-        "current_device": lambda: _CPU,
+        "current_device": _zero,  # a number, because Megatron's FSDP writes it behind "cuda:"
         "device_count": lambda: 1,
         "get_device_capability": lambda *args: (8, 0),
         "get_device_properties": lambda *args: SimpleNamespace(major=8, minor=0, name="cpu", total_memory=0),
@@ -221,13 +223,15 @@ def _replace_core_functions(stack: ExitStack) -> None:
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.distributed import torch_fully_sharded_data_parallel
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     # Torch without CUDA has no options for NCCL.
     _set(stack, parallel_state, "get_nccl_options", _nothing)
-    _set(stack, torch_fully_sharded_data_parallel, "DeviceMesh", _CpuMesh)
+    for module in (torch_fully_sharded_data_parallel, mcore_fsdp_adapter):
+        _set(stack, module, "DeviceMesh", _CpuMesh)
     _set(stack, random, "_get_cuda_rng_state", _get_rng_state)
     _set(stack, random, "_set_cuda_rng_state", _set_rng_state)
     _set(stack, torch_norm.WrappedTorchNorm, "__new__", staticmethod(_norm(torch_norm.WrappedTorchNorm.__new__)))
@@ -250,10 +254,10 @@ class _CpuMesh:
     """Stands for ``DeviceMesh`` where Megatron asks for a mesh of CUDA devices."""
 
     @staticmethod
-    def from_group(group: Any, device_type: str) -> Any:
+    def from_group(group: Any, device_type: str, **more: Any) -> Any:
         from torch.distributed.device_mesh import DeviceMesh
 
-        return DeviceMesh.from_group(group, "cpu")
+        return DeviceMesh.from_group(group, "cpu", **more)
 
 
 def _norm(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:

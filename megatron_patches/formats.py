@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from megatron_patches.fsdp_checkpoint import FORMAT
 from megatron_patches.layouts import MegatronLayout
 from megatron_patches.support import SupportError
 from rankwise.step.optimizer import ShardedOptimizer
@@ -33,6 +34,11 @@ def refuse_format(args: Any, name: str, cls: type[ShardedOptimizer]) -> None:
         raise SupportError(
             f"--ckpt-format torch_dcp is invalid with --optimizer {name}: Megatron gives it every rank's "
             f"optimizer.state_dict() under the same keys, so it would write only one rank's; {_FIX}"
+        )
+    if saves and getattr(args, "use_megatron_fsdp", False) and args.ckpt_format != FORMAT:
+        raise SupportError(
+            f"--ckpt-format {args.ckpt_format} is invalid with --use-megatron-fsdp and --optimizer {name}: Megatron "
+            f"writes the weights of its FSDP in no other format; use --ckpt-format {FORMAT}"
         )
     if not saves or getattr(args, "ckpt_format", None) != "torch":
         return

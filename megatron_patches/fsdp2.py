@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from megatron.core.distributed import TorchFullyShardedDataParallel
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.utils import get_model_config
 from torch import nn
 
-from megatron_patches.support import SupportError
+from megatron_patches.support import Setting, SupportError, refuse_beside
 
 __all__ = ["refuse_beside_fsdp2"]
 
 _ONE_MESH = "Megatron's wrapper shards over the data-parallel ranks alone, and its arguments demand 1"
-
-
-class _Setting(NamedTuple):
-    is_given: bool
-    flag: str
-    reason: str
 
 
 def refuse_beside_fsdp2(chunks: Sequence[nn.Module], config: OptimizerConfig, name: str) -> None:
@@ -38,11 +31,7 @@ def refuse_beside_fsdp2(chunks: Sequence[nn.Module], config: OptimizerConfig, na
     for chunk in chunks:
         if not isinstance(chunk, TorchFullyShardedDataParallel):
             continue
-        for setting in _settings(chunk, config):
-            if setting.is_given:
-                raise SupportError(
-                    f"{setting.flag} is invalid with --use-torch-fsdp2 and --optimizer {name}: {setting.reason}"
-                )
+        refuse_beside("--use-torch-fsdp2", _settings(chunk, config), name)
         if "force_all_reduce" not in inspect.signature(chunk.finish_grad_sync).parameters:
             # Otherwise the first step raises a TypeError, with Megatron's own optimizers, too.
             raise SupportError(
@@ -51,14 +40,14 @@ def refuse_beside_fsdp2(chunks: Sequence[nn.Module], config: OptimizerConfig, na
             )
 
 
-def _settings(chunk: TorchFullyShardedDataParallel, config: OptimizerConfig) -> Iterator[_Setting]:
+def _settings(chunk: TorchFullyShardedDataParallel, config: OptimizerConfig) -> Iterator[Setting]:
     model = get_model_config(chunk)
     tied = any(getattr(module, "share_embeddings_and_output_weights", False) for module in chunk.modules())
     layer_wise = getattr(config, "rankwise_layer_wise", False)
     stages, experts = model.pipeline_model_parallel_size > 1, model.expert_model_parallel_size > 1
-    yield _Setting(config.use_distributed_optimizer, "--use-distributed-optimizer", "it cuts another wrapper's buffers")
-    yield _Setting(layer_wise, "--rankwise-layer-wise", "no rank has a whole parameter; drop one of the two")
-    yield _Setting(config.fp16, "--fp16", "Megatron scales no loss for it; train in bf16")
-    yield _Setting(stages, "--pipeline-model-parallel-size", _ONE_MESH)
-    yield _Setting(experts, "--expert-model-parallel-size", _ONE_MESH)
-    yield _Setting(tied, "a tied output layer", "two modules would shard it; add --untie-embeddings-and-output-weights")
+    yield Setting(config.use_distributed_optimizer, "--use-distributed-optimizer", "it cuts another wrapper's buffers")
+    yield Setting(layer_wise, "--rankwise-layer-wise", "no rank has a whole parameter; drop one of the two")
+    yield Setting(config.fp16, "--fp16", "Megatron scales no loss for it; train in bf16")
+    yield Setting(stages, "--pipeline-model-parallel-size", _ONE_MESH)
+    yield Setting(experts, "--expert-model-parallel-size", _ONE_MESH)
+    yield Setting(tied, "a tied output layer", "two modules would shard it; add --untie-embeddings-and-output-weights")

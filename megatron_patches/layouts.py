@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_patches.groups import ParallelGroups
+from megatron_patches.megatron_fsdp import copy_of, run_of, under_megatron_fsdp
 from megatron_patches.memory import steps_on_host
 from megatron_patches.parameters import ModelParameter
 from megatron_patches.scaling import GradientScale
@@ -62,7 +63,7 @@ class MegatronLayout(LayoutSource):
         self.layer_wise = layer_wise
         self.sharded = any(map(is_sharded, parameters))
         """Whether ``fully_shard`` has cut the parameters."""
-        self._copy = 0 if layer_wise else groups.data(expert)[0]
+        self._copy = 0 if layer_wise else copy_of(wrapper, groups.data(expert)[0])
         self._scale = scale
         self._contents: dict[int, TensorContents] = {}
         self.held: dict[int, tuple[Parameter, slice]] = {}
@@ -75,7 +76,11 @@ class MegatronLayout(LayoutSource):
         """Name of each parameter that is no expert's, by its id."""
         # Gradients of a model in fp32 are its own; others are copies, or the buffer that the next step clears.
         self.spends_gradients = isinstance(wrapper, DistributedOptimizer | Float16OptimizerWithFloat16Params)
-        if isinstance(wrapper, DistributedOptimizer):
+        if under_megatron_fsdp(wrapper):
+            for index, group in enumerate(wrapper.param_groups):
+                for parameter in group["params"]:
+                    self._register(index, parameter, parameter, *run_of(wrapper, parameter), self._copy)
+        elif isinstance(wrapper, DistributedOptimizer):
             self._register_shards(wrapper)
         elif isinstance(wrapper, Float16OptimizerWithFloat16Params):
             self._register_main_copies(wrapper)
@@ -168,7 +173,7 @@ class MegatronLayout(LayoutSource):
 
     def _register(self, index: int, parameter: Parameter, tensor: Tensor, start: int, end: int, copy: int) -> None:
         facts = self._parameters[parameter]
-        if not _is_copy(tensor, parameter, start, end):
+        if tensor is not parameter and not _is_copy(tensor, parameter, start, end):
             raise LayoutError(
                 f"the optimizer's copy of '{facts.info.name}' differs from the model's weight: the layout of this "
                 "megatron-core was misread. Training would corrupt the model; use a tested version."

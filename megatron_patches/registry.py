@@ -21,6 +21,7 @@ from torch import nn
 
 from megatron_patches.fsdp2 import refuse_beside_fsdp2
 from megatron_patches.groups import ParallelGroups
+from megatron_patches.megatron_fsdp import own_weights, refuse_beside_megatron_fsdp
 from megatron_patches.memory import hidden, hide
 from megatron_patches.monitor import remember
 from megatron_patches.norms import check_norms
@@ -222,9 +223,12 @@ def get_megatron_optimizer(
     refuse_settings(config, name)
     refuse_wrapping(model_chunks, config, name)
     refuse_beside_fsdp2(model_chunks, config, name)
+    refuse_beside_megatron_fsdp(model_chunks, config, name)
     given = inspect.signature(_stock_factory).bind(config, model_chunks, *args, **kwargs).arguments
     groups = ParallelGroups(given.get("pg_collection"), tp_mode(config, options) == "block")
-    adoption = Adoption(describe_model(model_chunks, groups), groups, model_chunks)
+    with own_weights(model_chunks) as as_optimized:
+        described = as_optimized(describe_model(model_chunks, groups))
+    adoption = Adoption(described, groups, model_chunks)
     cls = NAMES[name].optimizer
     spec = cls.spec_class(cls.__name__, cls.options_type(**options))
     given["config_overrides"] = suited(given.get("config_overrides"), config, spec, adoption.parameters)

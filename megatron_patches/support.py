@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.utils import get_model_config
@@ -14,7 +14,9 @@ from megatron_patches.memory import buffer_refusals, memory_refusals
 from rankwise.options.fields import Options
 
 __all__ = [
+    "Setting",
     "SupportError",
+    "refuse_beside",
     "refuse_beyond_engines",
     "refuse_settings",
     "refuse_without_statistics",
@@ -25,6 +27,30 @@ __all__ = [
 
 class SupportError(ValueError):
     """A Megatron setting that cannot work with our optimizers."""
+
+
+class Setting(NamedTuple):
+    """Whether a setting is given that cannot work beside another one, its flag, and why."""
+
+    is_given: bool
+    flag: str
+    reason: str
+
+
+def refuse_beside(other: str, settings: Iterable[Setting], name: str) -> None:
+    """Refuse settings that do not work beside another one.
+
+    Args:
+        other: Flag of the other setting.
+        settings: The settings.
+        name: The optimizer's name.
+
+    Raises:
+        SupportError: One of them is given.
+    """
+    for setting in settings:
+        if setting.is_given:
+            raise SupportError(f"{setting.flag} is invalid with {other} and --optimizer {name}: {setting.reason}")
 
 
 class _Refusal(NamedTuple):
@@ -55,32 +81,26 @@ _REFUSED = (
         "gradients and gathered weights then share memory in a layout of their own",
         "train with bf16 parameters",
     ),
+    _Refusal(
+        "use_custom_fsdp",
+        "--use-custom-fsdp",
+        "it is the old name of --use-megatron-fsdp, in versions whose cuts were not tried",
+        "use --use-megatron-fsdp",
+    ),
 )
-_FSDP_REASON = "it cuts parameters and gradients into shards of its own, whose places no layout of ours describes"
-_FSDP_FIX = "use --use-torch-fsdp2 or --use-distributed-optimizer, which divides states and main weights alike"
-_FSDP = (
-    _Refusal("use_megatron_fsdp", "--use-megatron-fsdp", _FSDP_REASON, _FSDP_FIX),
-    _Refusal("use_custom_fsdp", "--use-custom-fsdp", _FSDP_REASON, _FSDP_FIX),
-)
-# These settings matter under FSDP only, though in some versions they default to a kind of sharding.
-_FSDP_STRATEGIES = ("data_parallel_sharding_strategy", "outer_dp_sharding_strategy")
 
 
-def refused_flags(args: argparse.Namespace, name: str, default: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
+def refused_flags(args: argparse.Namespace, name: str) -> Iterator[tuple[str, str]]:
     """Yield flags of Megatron's command line that cannot work, with the reason and what does.
 
     Args:
         args: Result of the parser.
         name: The optimizer's name.
-        default: Returns the parser's default of an argument.
     """
     yield from memory_refusals(args, name)
-    for refusal in (*_FSDP, *_REFUSED):
+    for refusal in _REFUSED:
         if getattr(args, refusal.field, False):
             yield refusal.flag, f"{refusal.reason}; {refusal.fix}"
-    for field in _FSDP_STRATEGIES:
-        if getattr(args, field, None) != default(field):
-            yield "--" + field.replace("_", "-"), f"{_FSDP_REASON}; {_FSDP_FIX}"
 
 
 def refuse_wrapping(chunks: Sequence[nn.Module], config: OptimizerConfig, name: str) -> None:
@@ -92,7 +112,7 @@ def refuse_wrapping(chunks: Sequence[nn.Module], config: OptimizerConfig, name: 
         name: The optimizer's name.
 
     Raises:
-        SupportError: Megatron's FSDP, buffers that contradict the config, experts that lie in one tensor, or weights
+        SupportError: Buffers that contradict the config, experts that lie in one tensor, or weights
             that are cut once more and gathered before they are used.
     """
     for setting, reason in buffer_refusals(config, chunks):
@@ -103,11 +123,6 @@ def refuse_wrapping(chunks: Sequence[nn.Module], config: OptimizerConfig, name: 
                 f"--moe-grouped-gemm without Transformer Engine (experts are a GroupedMLP) is invalid with --optimizer "
                 f"{name}: all experts of a rank lie in one tensor, which would be taken for one matrix; use "
                 "--transformer-impl transformer_engine, or leave --moe-grouped-gemm out"
-            )
-        if any(base.__name__ == "FullyShardedDataParallel" for base in type(chunk).__mro__):
-            raise SupportError(
-                f"--use-megatron-fsdp (the model is a FullyShardedDataParallel) is invalid with --optimizer {name}: "
-                f"{_FSDP_REASON}; {_FSDP_FIX}"
             )
         for field in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
             shards = getattr(get_model_config(chunk), field, 1) or 1

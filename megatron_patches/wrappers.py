@@ -26,10 +26,12 @@ from megatron_patches.capture import linear_views
 from megatron_patches.checkpoint import load_sharded, sharded_state
 from megatron_patches.copies import warn_of_drift
 from megatron_patches.formats import holder, refuse_holder
+from megatron_patches.fsdp_checkpoint import filled_state, torchs_state
 from megatron_patches.groups import ParallelGroups
 from megatron_patches.layouts import MegatronLayout
 from megatron_patches.losses import StepLosses
 from megatron_patches.main_weights import KeptWeights
+from megatron_patches.megatron_fsdp import under_megatron_fsdp
 from megatron_patches.memory import keep
 from megatron_patches.monitor import health_of
 from megatron_patches.norms import Norms
@@ -213,6 +215,8 @@ class _Adopted(MegatronOptimizer):
     kept: KeptWeights | None = None
     """Keeps the main weights between steps, if they are not in the optimizer's tensors."""
     _offloading: Offloading | None = None
+    _requested: Mapping[str, Any] = {}
+    """States that Megatron's FSDP saves or fills in place."""
     backward_scale: Tensor | None = None
     """The loss scale during the last backward pass."""
     norms: Norms | None = None
@@ -294,7 +298,8 @@ class _Adopted(MegatronOptimizer):
                 refuse_holder(self, state_dict.get("holder"))
                 self._load_full(inner, state_dict)
             else:
-                load_sharded(self, state_dict)
+                fsdp = under_megatron_fsdp(self)
+                load_sharded(self, filled_state(self._requested, state_dict) if fsdp else state_dict)
         if self.kept is not None:
             # Other ranks' copies follow what the main weights were rounded to here.
             for chunk in self.model_chunks:
@@ -321,8 +326,11 @@ class _Adopted(MegatronOptimizer):
         """
         if not is_loading:
             warn_of_drift(self.adoption.parameters, self.adoption.groups, self.holds_experts)
-        with self.main_weights():
-            return sharded_state(self, is_loading, model_sharded_state_dict)
+        if not under_megatron_fsdp(self):
+            with self.main_weights():
+                return sharded_state(self, is_loading, model_sharded_state_dict)
+        self._requested = sharded_state(self, is_loading, None)
+        return torchs_state(self._requested)
 
 
 class _Distributed(_Adopted, DistributedOptimizer):

@@ -6,7 +6,7 @@ the advice stands here.
 
 from __future__ import annotations
 
-from rankwise.layout.layout_source import advise
+from rankwise.layout.front_ends import advise
 
 __all__ = ["ADAPTERS"]
 

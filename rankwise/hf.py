@@ -15,11 +15,13 @@ from torch.optim import Optimizer
 
 from rankwise.mars.optimizer import MARS
 from rankwise.mkor.optimizer import MKOR
-from rankwise.names import BY_NAME
+from rankwise.names import BY_NAME, SPELLINGS
 from rankwise.options.hints import misspelt
-from rankwise.options.validation import OptionError
+from rankwise.options.validation import OptionError, called
 from rankwise.routing.roles import annotate
 from rankwise.statistics.module_hooks import ModuleHook
+from rankwise.step.optimizer import ShardedOptimizer
+from rankwise.step.reports import print_on_first_rank
 
 __all__ = ["CapturingMKOR", "consolidating", "optimizer_cls_and_kwargs"]
 
@@ -48,7 +50,8 @@ def optimizer_cls_and_kwargs(
         options: Further options of the optimizer, but for the weight decay, which is the Trainer's.
 
     Returns:
-        The class and its keywords.
+        A class and its keywords. Its call builds the optimizer, which prints on rank 0, at the first step, how much of
+        the model takes its rule.
 
     Raises:
         OptionError: A name or option is unknown, a value is outside its range, or a weight decay is given.
@@ -65,11 +68,25 @@ def optimizer_cls_and_kwargs(
         )
     keywords = named.complete({"lr": lr, **options}, name, instead=named.optimizer.__name__)
     annotate(model)
-    if named.optimizer is MKOR:
-        return CapturingMKOR, {"captured": model, **keywords}
-    if named.optimizer is MARS and "weight_decay_1d" not in options:
-        return _MARSOfTrainer, keywords
-    return named.optimizer, keywords
+    optimizer: type[ShardedOptimizer] = named.optimizer
+    if optimizer is MKOR:
+        optimizer, keywords = CapturingMKOR, {"captured": model, **keywords}
+    elif optimizer is MARS and "weight_decay_1d" not in options:
+        optimizer = _MARSOfTrainer
+    return _printing(optimizer, SPELLINGS[name.lower()]), keywords
+
+
+def _printing(optimizer: type[ShardedOptimizer], spelling: str) -> type[Optimizer]:
+    """Return a class, as the Trainer takes nothing else, whose call builds an optimizer that prints its first line."""
+
+    def built(cls: type[Optimizer], params: Any, **keywords: Any) -> ShardedOptimizer:
+        with called(spelling):
+            made = optimizer(params, **keywords)
+        made.reports.announce = print_on_first_rank
+        return made
+
+    kind: type[Optimizer] = type(optimizer.__name__, (Optimizer,), {"__new__": built, "__doc__": optimizer.__doc__})
+    return kind
 
 
 class _MARSOfTrainer(MARS):

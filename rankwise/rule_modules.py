@@ -16,13 +16,18 @@ from types import ModuleType
 
 from rankwise.options.validation import OptionError
 
-__all__ = ["GROUP", "VARIABLE", "add_rule_modules", "import_rule_modules"]
+__all__ = ["GROUP", "VARIABLE", "add_rule_modules", "import_rule_modules", "names_rule_modules"]
 
 VARIABLE = "RANKWISE_RULES"
 """Environment variable with the names of modules or files, separated as in ``PATH``."""
 
 GROUP = "rankwise.rules"
 """Group of the entry points of installed packages."""
+
+
+def names_rule_modules() -> bool:
+    """Whether the variable or an installed package names any module."""
+    return bool(os.environ.get(VARIABLE) or entry_points(group=GROUP))
 
 
 def import_rule_modules() -> None:

@@ -65,3 +65,22 @@ def test_images_install_extras_that_exist(name: str) -> None:
     assert set(extras.split(",")) <= set(setup["options.extras_require"])
     words = [line.split()[0] for line in re.sub(r"\\\n", "", text).splitlines() if line and line[0] not in "# "]
     assert set(words) <= {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "CMD"} and words[-1] == "CMD"
+
+
+def test_the_notes_of_the_release_are_short_and_of_this_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    first, history = re.findall(r"^## .+$", text, re.MULTILINE)[:2]
+    assert first == f"## {__version__}" and history == f"## History of {__version__}, the latest first"
+    notes = text.split(first)[1].split(history)[0].strip().splitlines()
+    assert len(notes) <= 20
+
+
+def test_every_cell_about_others_names_its_source() -> None:
+    """With the commit at which it was read, where it is a file."""
+    page = (ROOT / "docs/beside.md").read_text()
+    rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) == 8
+    for name, *cells in rows:
+        assert len(cells) == 5 and all(re.search(r"\]\((https://|fsdp-costs)", cell) for cell in cells), name
+    for link in re.findall(r"https://github\.com/\S+?/(?:blob|tree)/([^/]+)/", page):
+        assert re.fullmatch(r"[0-9a-f]{7,10}", link), link

@@ -63,9 +63,10 @@ def test_it_is_predicted_of_larger_models(name: str, place: Place) -> None:
     [
         ("MARS-AdamW", 11),
         ("MARS-M", 640),
-        ("SONew, tridiagonal", 512),
+        ("SONew, tridiagonal", 134),
+        ("SONew, tridiagonal, states int8", 134),
         ("SONew, tridiagonal, gradients kept", 512),
-        ("SONew, band 4", 832),
+        ("SONew, band 4", 213),
         ("LDAdam, rank 256", 512),
         ("MKOR", 512),
         ("MKOR, factor step", 512),

@@ -52,6 +52,8 @@ def draw(experiment: Experiment, results: Results, path: Path) -> bool:
         right.plot(values, [len(names)] * len(values), "o", color=line.get_color(), alpha=0.7)
         names.append(contender.name)
     left.set_xscale("log", base=2)
+    left.xaxis.set_major_formatter(lambda rate, _: f"{rate:.2g}")
+    left.tick_params(axis="x", labelsize=8)
     left.set_xlabel("learning rate (best setting at each)")
     left.set_ylabel(experiment.metric.replace("_", " "))
     left.set_title("trials")

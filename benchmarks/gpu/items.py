@@ -83,11 +83,15 @@ class Item(NamedTuple):
         name: Unique in its section.
         seconds: It should take on an H200.
         run: Measures.
+        worth: Items of more worth come first; None: the section's.
+        predict: What the model expects of an H200, in words; None: the ranges stand beside the figures alone.
     """
 
     name: str
     seconds: float
     run: Callable[[], Found]
+    worth: float | None = None
+    predict: Callable[[], str] | None = None
 
 
 @dataclass(frozen=True)

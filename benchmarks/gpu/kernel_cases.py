@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.items import Place
-from rankwise.kernels.low_precision_runs import BLOCK, ROOT, SIGNED, LowPrecisionRuns
+from rankwise.kernels.low_precision_runs import BLOCK, ROOT, SIGNED, LowPrecisionRuns, is_coded
 from rankwise.kernels.passes import FIELDS, Pass, Rule, Scalars
 
 __all__ = ["Case", "cases"]
@@ -54,12 +54,13 @@ class _Maker:
         return list(flat[offset:][: self.elements].split(self.elements // _RUNS))
 
     def codes(self, dtype: torch.dtype = SIGNED) -> LowPrecisionRuns:
-        """Codes of as many elements as its runs have, in 8 bits."""
+        """Codes of as many elements as its runs have, in 8 bits or bfloat16."""
         length = self.elements // _RUNS
         codes, exponents = (
             [torch.zeros(size, dtype=kind, device=self.device) for _ in range(_RUNS)]
             for size, kind in ((length, dtype), (length // BLOCK, torch.int8))
         )
+        exponents = exponents if is_coded(dtype) else []
         return LowPrecisionRuns(codes, exponents, [length * run for run in range(_RUNS)], [1] * _RUNS)
 
     def ones(self) -> Tensor:
@@ -85,8 +86,8 @@ def cases(place: Place) -> Iterator[tuple[str, Case]]:
         for rule in FIELDS:
             yield f"{rule}{aligned}", Case(lambda r=rule, o=offset: _update(maker, r, o, torch.float32), slack)
         for band in (0, 1, 2, 4):
-            # Gathers and barriers grow with the band.
-            issue = 1.0 if band < 2 else 0.5
+            # Instructions grow with the band.
+            issue = 1.0 if band < 4 else 0.8
             yield f"sonew band {band}{aligned}", Case(lambda b=band, o=offset: _sonew(maker, b, o), slack * issue)
         yield f"mkor's gradient passes{aligned}", Case(lambda offset=offset: _gradient_passes(maker, offset), slack)
     yield "adamw, reference bfloat16", Case(lambda: _update(maker, "adamw", 0, torch.bfloat16))
@@ -99,6 +100,9 @@ def cases(place: Place) -> Iterator[tuple[str, Case]]:
         yield f"low-rank projection, rank {rank}", Case(lambda rank=rank: _projection(maker, shape, rank), 0.6)
     for rule in ("adamw", "lion", "momentum"):
         yield f"{rule}, states int8", Case(lambda rule=rule: _narrow_update(maker, rule))
+    for band in (0, 1, 4):
+        # Codes take instructions, and a small part of the bytes.
+        yield f"sonew band {band}, states int8", Case(lambda band=band: _narrow_sonew(maker, band), 0.8)
     yield "quantize to 8 bits", Case(lambda: _encode(maker))
     yield "add what is in 8 bits", Case(lambda: _add_decoded(maker))
 
@@ -146,9 +150,18 @@ def _pass(maker: _Maker, rule: Rule, fields: dict[str, Any]) -> Call:
 
 
 def _sonew(maker: _Maker, band: int, offset: int) -> Call:
+    return _directions(maker, [maker.runs(offset) for _ in range(4 + band)])
+
+
+def _narrow_sonew(maker: _Maker, band: int) -> Call:
+    states = [maker.codes(dtype) for dtype in (SIGNED, torch.bfloat16, *(SIGNED for _ in range(band)))]
+    return _directions(maker, [maker.runs(0), *states[:2], maker.runs(0), *states[2:]])
+
+
+def _directions(maker: _Maker, fields: list[Any]) -> Call:
+    """SONew's pass over gradients, momenta, diagonals, memory for directions, and covariances."""
     from rankwise.sonew.cuda import sonew_directions
 
-    fields = [maker.runs(offset) for _ in range(4 + band)]
     settings: dict[str, Any] = {"betas": (0.9, 0.99), "eps": 1e-8, "gamma": 1e-2, "graft": "adam", "graft_eps": 1e-8}
     chains = [_Chains()] * _RUNS
     return lambda: sonew_directions(chains, *fields[:3], fields[4:], [None] * _RUNS, step=5, out=fields[3], **settings)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,39 +19,26 @@ __all__ = ["correct_items", "kernel_items"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TESTS = "tests/kernels/test_triton_device.py"
-# Those that launch single kernels: under the sanitizer every access takes a hundred times as long.
-_CHECKED = (
-    "test_mars",
-    "test_norms",
-    "test_sonew",
-    "test_newton_schulz",
-    "test_preconditioning",
-    "test_factors",
-    "test_low_rank",
-)
+_PARTS = ("triton and MARS", "triton and SONew", "triton and LDAdam", "foreach")
 
 
 def correct_items(place: Place) -> list[Item]:
-    """The tests of compiled kernels, and those of single kernels under compute-sanitizer where it is there."""
+    """The tests of compiled kernels."""
     tree = ast.parse((_ROOT / _TESTS).read_text())
     names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
-    items = [Item(name, 150.0 if "replays" in name else 25.0, partial(_test, place, name, ())) for name in names]
-    sanitizer = shutil.which("compute-sanitizer")
-    if sanitizer and place.on_cuda:
-        # PyTorch's allocator hides what lies beyond a tensor unless every one has memory of its own.
-        words = (sanitizer, "--tool", "memcheck", "--error-exitcode", "86", "--target-processes", "all")
-        checked = [name for name in names if name in _CHECKED]
-        items += [Item(f"{name} sanitized", 70.0, partial(_test, place, name, words)) for name in checked]
+    items = []
+    for name in names:
+        # Each type compiles kernels of its own.
+        for part in _PARTS if "replays" in name else ("",):
+            label = f"{name}, {part}" if part else name
+            items.append(Item(label, 45.0 if part else 25.0, partial(_test, place, name, part)))
     return items
 
 
-def _test(place: Place, name: str, under: tuple[str, ...]) -> Found:
-    words = [*under, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{_TESTS}::{name}"]
-    alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if under else {}
-    limit = 600.0
-    done = subprocess.run(
-        words, cwd=_ROOT, env={**os.environ, **alone}, capture_output=True, text=True, timeout=limit, check=False
-    )
+def _test(place: Place, name: str, part: str) -> Found:
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{_TESTS}::{name}"]
+    words += ["-k", part] if part else []
+    done = subprocess.run(words, cwd=_ROOT, capture_output=True, text=True, timeout=600.0, check=False)
     counts = {what: int(number) for number, what in re.findall(r"(\d+) (passed|failed|error)", done.stdout)}
     wrong = counts.get("failed", 0) + counts.get("error", 0)
     if wrong or done.returncode not in (0, 5):

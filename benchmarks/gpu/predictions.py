@@ -23,6 +23,8 @@ GOALS = {
     "MARS-Lion": 1.15,
     "SONew, tridiagonal": 1.8,
     "SONew, band 4": 2.8,
+    "SONew, tridiagonal, states int8": 1.2,
+    "MARS-AdamW, states int8": 1.0,
     "LDAdam, rank 256": 2.5,
     "MKOR": 1.7,
 }

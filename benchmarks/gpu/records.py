@@ -8,11 +8,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.items import Item
+__all__ = ["STATES", "Records"]
 
-__all__ = ["Records"]
-
-_SAME = ("device", "torch", "triton")
+STATES = ("unmeasured", "stale", "measured")
+"""Of an item: there is no result; it is of other code than today's; it is of today's."""
+_ENDED = ("done", "failed", "skipped")
+_NAMED = ("torch", "triton", "date", "revision")
 
 
 class Records:
@@ -22,7 +23,7 @@ class Records:
         path: JSON file, which need not be there yet.
 
     Attributes:
-        about: The device and versions of the rows; None where there are none.
+        about: The device, and the versions of the last rows; None where there are no rows.
         rows: By "section/item".
     """
 
@@ -36,28 +37,39 @@ class Records:
         """Begin to measure on a device.
 
         Args:
-            about: The device and versions.
+            about: The device and versions, which every row of this call keeps.
 
         Raises:
-            ValueError: The rows are of another device or other versions.
+            ValueError: The rows are of another device.
         """
-        if self.about is None:
-            self.about = about
-        other = [key for key in _SAME if self.about.get(key) != about.get(key)]
-        if other:
+        if self.about is not None and self.about.get("device") != about.get("device"):
             raise ValueError(
-                f"{self._path} is of {other[0]} {self.about.get(other[0])!r}, this is {about.get(other[0])!r}; "
+                f"{self._path} is of device {self.about.get('device')!r}, this is {about.get('device')!r}; "
                 "name another file with --output"
             )
+        for row in self.rows.values():
+            row.setdefault("about", {key: self.about.get(key) for key in _NAMED} if self.about else {})
+        self.about = about
 
-    def is_done(self, key: str) -> bool:
-        """Whether an item needs no further attempt: measured, failed, or not for this machine."""
-        return self.rows.get(key, {}).get("status") in ("done", "failed", "skipped")
+    def state(self, key: str, code: str) -> str:
+        """Of an item, one of :data:`STATES`.
+
+        Args:
+            key: The item.
+            code: Fingerprint of the code that it measures, as it is today.
+        """
+        row = self.rows.get(key, {})
+        if row.get("status") not in _ENDED:
+            return "unmeasured"
+        # What failed or could not be run may do so today.
+        return "measured" if row.get("code") == code else "stale"
 
     def write(self, key: str, row: dict[str, Any]) -> None:
-        """Keep a row; the file is whole at every time."""
-        self.rows[key] = row
+        """Keep a row, with the versions that it is of; the file is whole at every time."""
+        named = {name: (self.about or {}).get(name) for name in _NAMED}
+        self.rows[key] = {**row, "about": named}
         beside = self._path.with_name(self._path.name + ".new")
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         beside.write_text(json.dumps({"about": self.about, "items": self.rows}, indent=1) + "\n")
         os.replace(beside, self._path)
 
@@ -65,13 +77,16 @@ class Records:
         """Measure a section again."""
         self.rows = {key: row for key, row in self.rows.items() if not key.startswith(f"{section}/")}
 
-    def cost(self, key: str, item: Item) -> float:
+    def cost(self, key: str, planned: float) -> float:
         """Seconds that an item is to be given.
 
-        What it should take, times how much slower this machine has been; twice what it was cut off after.
+        Args:
+            key: The item.
+            planned: Seconds that it should take: they are multiplied by how much slower this machine has been; an item
+                that was cut off gets twice what it had.
         """
         known = self.rows.values()
         slow = [row["seconds"] / row["planned"] for row in known if row["status"] == "done" and row["planned"] > 0]
-        planned = item.seconds * max(1.0, statistics.median(slow) if slow else 1.0)
+        expected = planned * max(1.0, statistics.median(slow) if slow else 1.0)
         cut = self.rows.get(key, {})
-        return max(planned, 2 * cut["seconds"]) if cut.get("status") == "cut" else planned
+        return max(expected, 2 * cut["seconds"]) if cut.get("status") == "cut" else expected

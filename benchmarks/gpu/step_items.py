@@ -1,23 +1,22 @@
-"""Sections "step", "graphs", "memory" and "multi": whole optimizers on the layers of Llama 1B and 7B."""
+"""Sections "step", "memory" and "multi": whole optimizers on the layers of Llama 1B and 7B."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-import rankwise
 from benchmarks.communication import measure_communication
 from benchmarks.contenders import BASELINE, NARROW, OURS, Contender, others
 from benchmarks.gpu.items import Figure, Found, Item, Place, Skipped
+from benchmarks.gpu.peaks import PEAKS
 from benchmarks.gpu.predictions import GOALS, counted_step, seconds_of_step
 from benchmarks.models import fill_gradients, layer_set
 from benchmarks.step import measure, timed
 
-__all__ = ["graph_items", "memory_items", "multi_items", "ours", "step_items"]
+__all__ = ["memory_items", "multi_items", "ours", "step_items", "stepped"]
 
 _TOO_WIDE = "LDAdam, rank 256"  # For a toy.
 _LAYERS = "llama-7b-layers"
@@ -40,11 +39,19 @@ def step_items(place: Place) -> list[Item]:
     for model in place.models(_LAYERS, "llama-1b"):
         rest = narrow(place) if model != "llama-1b" else []
         for contender in (*ours(place), *others(place.device), *rest):
-            items.append(Item(f"{contender.name}, {model}", 15.0, partial(_step, place, contender, model)))
+            predict = partial(_prediction, contender.name, model)
+            items.append(
+                Item(f"{contender.name}, {model}", 15.0, partial(_step, place, contender, model), None, predict)
+            )
         for contender in ours(place):
             items.append(Item(f"waits of {contender.name}, {model}", 8.0, partial(_waits, place, contender, model)))
             items.append(Item(f"profile of {contender.name}, {model}", 8.0, partial(_profile, place, contender, model)))
     return items
+
+
+def _prediction(name: str, model: str) -> str:
+    ends = seconds_of_step(counted_step(name, model), PEAKS["H200"])
+    return "" if ends[0] is None or ends[1] is None else f"{ends[0] * 1e3:.1f} to {ends[1] * 1e3:.1f} ms"
 
 
 def _step(place: Place, contender: Contender, model: str) -> Found:
@@ -65,7 +72,8 @@ def _step(place: Place, contender: Contender, model: str) -> Found:
     return Found(figures, [row])
 
 
-def _stepped(place: Place, contender: Contender, model: str, steps: int) -> tuple[Any, Any]:
+def stepped(place: Place, contender: Contender, model: str, steps: int) -> tuple[Any, Any]:
+    """A model and its optimizer after some steps, with gradients for the next one."""
     network = layer_set(model, place.device)
     optimizer = contender.build(network)
     for index in range(steps):
@@ -78,7 +86,7 @@ def _stepped(place: Place, contender: Contender, model: str, steps: int) -> tupl
 
 def _waits(place: Place, contender: Contender, model: str) -> Found:
     """Waits of the host in a steady step, as torch sees them."""
-    _, optimizer = _stepped(place, contender, model, 2)
+    _, optimizer = stepped(place, contender, model, 2)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         if place.on_cuda:
@@ -101,7 +109,7 @@ def _profile(place: Place, contender: Contender, model: str) -> Found:
     """Kernels of a steady step, and how long the device has something to do."""
     from torch.profiler import ProfilerActivity, profile
 
-    _, optimizer = _stepped(place, contender, model, 2)
+    _, optimizer = stepped(place, contender, model, 2)
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if place.on_cuda else [])]) as found:
         optimizer.step()
         if place.on_cuda:
@@ -135,54 +143,11 @@ def memory_items(place: Place) -> list[Item]:
 
 
 def _memory(place: Place, contender: Contender, model: str) -> Found:
-    network, optimizer = _stepped(place, contender, model, 2)
+    network, optimizer = stepped(place, contender, model, 2)
     parameters = sum(parameter.numel() for parameter in network.parameters())
     _, _, peak = timed(optimizer, place.device)
     most = _PEAK if place.on_cuda and contender in (*OURS, *NARROW) else None
     return Found([Figure("peak beyond state", peak / parameters, "bytes a parameter", None, most)])
-
-
-_CAPTURED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "MARS-AdamW": (rankwise.MARS, {}),
-    "MARS-M": (rankwise.MARS, {"variant": "muon"}),
-    "SONew, tridiagonal": (rankwise.SONew, {}),
-    "LDAdam, rank 16": (rankwise.LDAdam, {"rank": 16}),
-}
-
-
-def graph_items(place: Place) -> list[Item]:
-    """A captured step against the same one started by the host."""
-    model = place.models("gpt2-small")[0]
-    return [Item(f"{name}, {model}", 8.0, partial(_graph, place, name, model)) for name in _CAPTURED]
-
-
-def _graph(place: Place, name: str, model: str) -> Found:
-    if not place.on_cuda:
-        raise Skipped("there are no graphs without a CUDA device")
-    kind, options = _CAPTURED[name]
-    network = layer_set(model, place.device)
-    fill_gradients(network, 0)
-    rate = torch.tensor(1e-3, device=place.device)
-    optimizer = kind(list(network.named_parameters()), capturable=True, lr=rate, **options)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            optimizer.step()
-    torch.cuda.current_stream().wait_stream(side)
-    eager = place.seconds(optimizer.step)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        optimizer.step()
-    replay = place.seconds(graph.replay)
-    finite = all(bool(parameter.isfinite().all()) for parameter in network.parameters())
-    return Found(
-        [
-            Figure("step by the host", eager * 1e3, "ms"),
-            Figure("replay", replay * 1e3, "ms", None, eager * 1.05e3),
-            Figure("weights are finite", float(finite), "", 1, 1),
-        ]
-    )
 
 
 def multi_items(place: Place) -> list[Item]:

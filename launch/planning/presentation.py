@@ -18,7 +18,7 @@ from rankwise.launch.planning.devices import Links
 from rankwise.launch.planning.offload import offload_cost
 from rankwise.launch.planning.rank_figures import Figures
 
-__all__ = ["as_json", "draw", "show"]
+__all__ = ["as_json", "draw", "show", "show_assumptions"]
 
 _GIB = 1 << 30
 
@@ -34,7 +34,7 @@ def _memory(found: Figures) -> dict[str, list[int]]:
 
 
 def show(console: Console, name: str, found: Figures, cluster: Cluster, costs: list[Cost], links: Links) -> None:
-    """Print the plan.
+    """Print what ranks hold and send, and how long a step takes.
 
     Args:
         console: Console to print to.
@@ -51,7 +51,7 @@ def show(console: Console, name: str, found: Figures, cluster: Cluster, costs: l
     for heading in ("fullest", "mean"):
         memory.add_column(heading, justify="right")
     for what, sizes in _memory(found).items():
-        memory.add_row(what, f"{max(sizes) / _GIB:.3f}", f"{fmean(sizes) / _GIB:.3f}")
+        memory.add_row(what, f"{max(sizes) / _GIB:,.3f}", f"{fmean(sizes) / _GIB:,.3f}")
     console.print(memory)
     reason = why_unbalanced(found)
     counts = _owned(found)
@@ -71,19 +71,47 @@ def show(console: Console, name: str, found: Figures, cluster: Cluster, costs: l
     offloaded = offload_cost(found)
     if offloaded is not None:
         console.print(offloaded.words)
-    table = Table(title="Milliseconds of the optimizer's step on the slowest rank")
-    table.add_column("device")
-    headings = ("matrix rule", "elements", "messages", "hidden", "exposed", "step", "forward, backward", "share")
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    console.print(_times(costs))
+
+
+_TIMES = ("compute", "memory", "messages", "hidden", "exposed", "total", "training")
+_CALLED = ("matrix rule", "elements", "messages", "of these hidden", "exposed", "step", "forward, backward")
+
+
+def _times(costs: list[Cost]) -> Table:
+    """Return a column of milliseconds for each device: the longest figures fit in 80 columns, side by side."""
+    table = Table(title="Milliseconds of a step on the slowest rank")
+    table.add_column("", no_wrap=True)
     for one in costs:
-        times = (one.compute, one.memory, one.messages, one.hidden, one.exposed, one.total, one.training)
-        table.add_row(one.device.name, *(f"{value:,.2f}" for value in times), f"{one.share:.1%}")
-    console.print(table)
+        table.add_column(one.device.name, justify="right", no_wrap=True)
+    for what, called in zip(_TIMES, _CALLED, strict=True):
+        table.add_row(called, *(_three_digits(getattr(one, what)) for one in costs))
+    table.add_row("share of training", *(f"{one.share:.1%}" for one in costs))
+    return table
+
+
+def _three_digits(milliseconds: float) -> str:
+    if milliseconds >= 10_000:
+        return f"{milliseconds / 1e3:,.{1 if milliseconds < 1e6 else 0}f} s"
+    return f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.2f}"
+
+
+def show_assumptions(console: Console, found: Figures, links: Links, asked_tokens: int, efficiency: float) -> None:
+    """Print what the times rest on, with the options that change it.
+
+    Args:
+        console: Console to print to.
+        found: Figures of the plan.
+        links: Links that the costs were computed with.
+        asked_tokens: Tokens of a global batch.
+        efficiency: Share of the peak that products reach.
+    """
     flops = max(rank.flops for rank in found.ranks)
     console.print(
-        f"{flops / 1e12:.3f} TFLOP on the rank that computes most. Times are from data sheets, not measured. "
-        "Exposed: waiting for messages, or for other ranks to be done with a batch."
+        f"Assumed: {asked_tokens:,} tokens a step (--batch-tokens), {efficiency:.0%} of the peak of data sheets "
+        f"(--efficiency), {links.inside:g} GB/s in a node of {links.per_node} and {links.across:g} between nodes. "
+        f"{flops / 1e12:.3f} TFLOP on the rank that computes most. Nothing here was measured. Exposed: waiting for "
+        "messages, or for other ranks to be done with a batch."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -112,6 +113,14 @@ class Goal:
         bool, typer.Option("--json", help="For programs, with every rank and owner.", rich_help_panel=ANSWER)
     ] = False
 
+    def __post_init__(self) -> None:
+        """Check the limits.
+
+        Raises:
+            ValueError: One is no share.
+        """
+        list(self.limits(0.0, 0.0))
+
     @property
     def most(self) -> float | None:
         """Return ``max_overhead`` as a number.
@@ -127,5 +136,20 @@ class Goal:
         except ValueError as error:
             raise ValueError(f"{text!r} must be a share such as 2% or 0.02") from error
         if not 0 < value < 1:
-            raise ValueError(f"{text!r} must lie between 0 and 100%")
+            meant = f"; did you mean {text}%?" if 1 <= value < 100 and not text.endswith("%") else ""
+            raise ValueError(f"{text!r} must lie between 0 and 100%{meant}")
         return value
+
+    def limits(self, state: float, share: float) -> Iterator[tuple[str, float]]:
+        """Yield each limit in words, and by how much of itself it is exceeded; not above 0 where it is met.
+
+        Args:
+            state: Bytes of states on the fullest rank.
+            share: Share of a training step on :attr:`gpu`.
+        """
+        if self.max_state_gb is not None:
+            held = state / 2**30
+            words = f"{held:.3f} GiB of states on the fullest rank, at most {self.max_state_gb:g}"
+            yield words, held / self.max_state_gb - 1 if self.max_state_gb else held
+        if self.most is not None:
+            yield f"{share:.2%} of a training step on {self.gpu}, at most {self.most:.2%}", share / self.most - 1

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-# Torch imports this with the first optimizer, and its default arguments then hold the default group for ever. A group
-# that outlives its destruction has threads that outlive the interpreter, and an abort (SIGABRT) at the process's end.
-import torch.distributed.nn.functional
-
 __all__ = ["host_group", "local_group"]
+
+
+def _import_without_default_group() -> None:
+    """Import what torch imports with the first optimizer, before its default arguments can hold the default group.
+
+    They would hold it for ever. A group that outlives its destruction has threads that outlive the interpreter, and an
+    abort (SIGABRT) at the process's end.
+    """
+    default = dist.group.WORLD
+    dist.group.WORLD = None
+    try:
+        importlib.import_module("torch.distributed.nn.functional")
+    finally:
+        dist.group.WORLD = default
+
+
+_import_without_default_group()
 
 
 def local_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:

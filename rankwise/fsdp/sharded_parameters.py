@@ -21,6 +21,7 @@ from rankwise.layout.dtensors import is_sharded, local_view
 from rankwise.layout.layout import LayoutError
 from rankwise.layout.layout_source import Slice, TensorContents, TensorParallel, WholeParameters, WorkPlace
 from rankwise.options.validation import OptionError
+from rankwise.routing.patterns import are_checked_later
 
 __all__ = [
     "ShardedParameters",
@@ -100,7 +101,12 @@ class ShardedParameters(WholeParameters):
             whole = (Slice(name, 0, tensor.numel(), 0, None, _rank()),) if tensor.numel() else ()
             self._contents[id(tensor)] = TensorContents(group, whole)
             return
-        self._contents[id(tensor)] = TensorContents(group, self._slices(tensor, name))
+        try:
+            self._contents[id(tensor)] = TensorContents(group, self._slices(tensor, name))
+        except (LayoutError, OptionError):
+            # A framework that cuts otherwise than by placements says later what the tensors hold.
+            if not are_checked_later():
+                raise
 
     def _slices(self, tensor: Any, name: str) -> tuple[Slice, ...]:
         mesh, placements = tensor.device_mesh, tensor.placements

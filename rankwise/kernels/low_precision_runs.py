@@ -53,6 +53,8 @@ class LowPrecisionRuns:
         keys: 32 bits for each run, which give its parameter and state their own noise in stochastic rounding.
         step: Number of the step, which makes rounding stochastic: one for all runs, or (runs,) on the device. None
             rounds to the nearest, halves to even.
+        loose: For each run, fp32 memory for the new values of its first and of its last elements whose blocks other
+            runs have in common with it, or None; a pass that takes such runs encodes the rest. Empty: all is encoded.
     """
 
     codes: Sequence[Tensor]
@@ -60,6 +62,7 @@ class LowPrecisionRuns:
     firsts: Sequence[int]
     keys: Sequence[int]
     step: int | Tensor | None = None
+    loose: Sequence[tuple[Tensor | None, Tensor | None]] = ()
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -81,6 +84,7 @@ class LowPrecisionRuns:
             [self.firsts[place] for place in places],
             [self.keys[place] for place in places],
             step,
+            [self.loose[place] for place in places] if self.loose else (),
         )
 
     def check(self, values: Sequence[Tensor]) -> None:

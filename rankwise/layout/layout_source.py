@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rankwise.layout.dtensors import is_sharded
+from rankwise.layout.front_ends import framework_advice, sharded_readers
 from rankwise.layout.shards import Slice
 from rankwise.options.validation import OptionError
 
@@ -23,64 +23,15 @@ __all__ = [
     "TensorParallel",
     "WholeParameters",
     "WorkPlace",
-    "advise",
-    "framework_advice",
     "layout_with",
-    "loaded_advice",
-    "read_sharded_by",
     "real_view",
     "refuse_unreadable",
 ]
 
 
-_sharded: list[Callable[[WholeParameters], WholeParameters]] = []
-"""Makes the layout of parameters some of which are ``DTensor``."""
-_idle: list[Callable[[str, Mapping[str, Tensor]], None]] = []
-"""Refuses parameters without gradients that are not the model's any more."""
-_ADVICE: dict[str, str] = {}
-"""What to call, by the module that a program imports to use a framework."""
-
-
-def advise(module: str, advice: str) -> None:
-    """Register what to call so that a framework tells an optimizer what it must know.
-
-    Args:
-        module: Module that a program imports to use the framework.
-        advice: Clause that continues a message after a semicolon.
-    """
-    _ADVICE[module] = advice
-
-
-def framework_advice() -> str:
-    """What to call so that a framework tells an optimizer what it must know.
-
-    An optimizer that was told nothing cannot know whose tensors it gets, so the frameworks that this process has loaded
-    are named; all of them if it has loaded none.
-    """
-    return loaded_advice() or " or ".join(_ADVICE.values())
-
-
-def loaded_advice() -> str:
-    """What to call for the frameworks that this process has loaded; empty if it has loaded none."""
-    return " or ".join(advice for module, advice in _ADVICE.items() if module in sys.modules)
-
-
 def real_view(tensor: Tensor) -> Tensor:
     """View a complex tensor as real and imaginary parts along a last dimension; return other tensors as they are."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def read_sharded_by(
-    make: Callable[[WholeParameters], WholeParameters], refuse_replaced: Callable[[str, Mapping[str, Tensor]], None]
-) -> None:
-    """Register the reader of parameters that are ``DTensor``.
-
-    Args:
-        make: Makes a layout that can take ``DTensor`` from one of the parameters that are known already.
-        refuse_replaced: Raises if parameters are not the model's any more, given the optimizer's name and parameters by
-            name.
-    """
-    _sharded[:], _idle[:] = [make], [refuse_replaced]
 
 
 def refuse_strangers(owner: str, named: Mapping[str, Tensor]) -> None:
@@ -89,14 +40,15 @@ def refuse_strangers(owner: str, named: Mapping[str, Tensor]) -> None:
     Raises:
         OptionError: The model has other parameters in their place.
     """
-    for refuse in _idle:
-        refuse(owner, named)
+    if readers := sharded_readers():
+        readers[1](owner, named)
 
 
 def layout_with(plain: WholeParameters, tensor: Tensor) -> WholeParameters:
     """Return a layout that can take another parameter, too: the same one unless the first ``DTensor`` joins it."""
-    if is_sharded(tensor) and _sharded and not plain.missing_alike:
-        return _sharded[0](plain)
+    if is_sharded(tensor) and not plain.missing_alike and (readers := sharded_readers()):
+        layout: WholeParameters = readers[0](plain)
+        return layout
     return plain
 
 

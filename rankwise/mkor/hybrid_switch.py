@@ -18,8 +18,8 @@ from torch import Tensor
 
 from rankwise.comm.message_format import Traffic
 from rankwise.kernels.host_copies import HostCopy
+from rankwise.layout.front_ends import framework_advice
 from rankwise.layout.layout import Layout
-from rankwise.layout.layout_source import framework_advice
 from rankwise.mkor.factor_steps import WATCHED
 from rankwise.mkor.options import MKOROptions
 from rankwise.mkor.rule import Knee, watched_loss

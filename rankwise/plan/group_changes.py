@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from rankwise.layout.dtensors import cut_of, is_sharded, local_view
-from rankwise.layout.layout_source import loaded_advice, real_view, refuse_strangers, refuse_unreadable
+from rankwise.layout.front_ends import loaded_advice
+from rankwise.layout.layout_source import real_view, refuse_strangers, refuse_unreadable
 from rankwise.plan.planner import FORMS, Planner, form_of
 from rankwise.plan.step_unit import StepUnit
 from rankwise.states.element_states import States

@@ -19,7 +19,7 @@ from rankwise.layout.indices import DeviceIndices
 from rankwise.states.element_states import CodesPlan, ElementStates, States
 from rankwise.states.entries import Entry, PlannedEntries
 from rankwise.states.optimizer_spec import OptimizerSpec
-from rankwise.states.quantized_segments import Segments, part_in_stored, segments_of
+from rankwise.states.quantized_segments import Segment, Segments, part_in_stored, segments_of
 from rankwise.states.shared_exponents import SharedExponents
 from rankwise.updates.adamw import Step
 
@@ -187,6 +187,42 @@ class LowPrecisionStates:
         for name, tensors in wide.items():
             fields[name] = part.cut(tensors)
         return part
+
+    def whole_runs(self, bucket: RuleBucket, names: Sequence[str]) -> Iterator[PassPart]:
+        """Cut a bucket into parts whose states have one type each, with every entry's state in one run.
+
+        A pass must leave the new values of blocks that other runs share where :class:`LowPrecisionRuns` says; they are
+        stored at the end of the step. For stored entries without gaps only.
+        """
+        for places in bucket.entries.once(("types", *names), lambda entries: self._by_types(entries, names)):
+            yield PassPart(places, None, {name: self._run(bucket, name, places) for name in names})
+
+    def _by_types(self, entries: Sequence[Entry], names: Sequence[str]) -> list[tuple[int, ...]]:
+        groups: dict[tuple[torch.dtype, ...], list[int]] = {}
+        for place, entry in enumerate(entries):
+            groups.setdefault(tuple(self._kept.type_of(name, entry) for name in names), []).append(place)
+        return [tuple(places) for places in groups.values()]
+
+    def _run(self, bucket: RuleBucket, name: str, places: tuple[int, ...]) -> Field:
+        entries = bucket.entries
+        if not is_coded(self._kept.type_of(name, entries[places[0]])):
+            return self._as_kept(bucket, name, places)
+        runs = self._narrow(name, [(entries[place], slice(0, entries[place].shard.numel)) for place in places])
+        ends = entries.once(("ends", *places), lambda entries: [self._ends_of(entries[place]) for place in places])
+        wanted = [(place, end) for place, pair in zip(places, ends, strict=True) for end in pair if end is not None]
+        self._open(bucket, name, [(place, end.run) for place, end in wanted])
+
+        def loose(place: int, end: Segment | None) -> Tensor | None:
+            return None if end is None else self._opened[entries[place].index, name, end.run].values[end.within]
+
+        memory = [(loose(place, head), loose(place, tail)) for place, (head, tail) in zip(places, ends, strict=True)]
+        return replace(runs, step=self._step(bucket, name, places), loose=memory if wanted else ())
+
+    def _ends_of(self, entry: Entry) -> tuple[Segment | None, Segment | None]:
+        """The loose segments at the beginning and at the end of a stored entry."""
+        loose = [piece for piece in self._plan.segments_of(entry).pieces[entry.index] if piece.run is not None]
+        head = loose.pop(0) if loose and loose[0].own.start == 0 and entry.shard.start % BLOCK else None
+        return head, loose.pop() if loose else None
 
     def opened(self, bucket: RuleBucket, name: str) -> list[Tensor]:
         """A state of a bucket's entries in the type of the computation; changes are stored at the end of the step.

@@ -229,6 +229,7 @@ class Planner:
         bare.notes[FORMS] = list(map(form_of, tensors))
         if key in self.units:
             self._settle()
+            self.loads = _without(self.units[key], loads)
         planned = []
 
         def plan() -> tuple[str, dict[str, str], str]:
@@ -373,6 +374,15 @@ class Planner:
             texts[name] = str(product).removeprefix("torch.")
         # Another version may send something else at the same point.
         return {"the version of rankwise": __version__, "the optimizer": spec.name, **texts}
+
+
+def _without(unit: StepUnit, loads: Sequence[float]) -> list[float]:
+    """The ranks' loads without those of a unit that is planned anew."""
+    rest = list(loads)
+    if unit.exchange is not None and not unit.apart:
+        for task in (task for batch in unit.exchange.plan.batches for task in batch.tasks):
+            rest[unit.exchange.plan.owners[task.key]] -= task.cost
+    return rest
 
 
 def _key_of(tensors: Sequence[Tensor], positions: Sequence[int]) -> UnitKey:

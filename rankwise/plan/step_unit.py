@@ -203,16 +203,15 @@ def portions(buckets: Sequence[Bucket], size: Callable[[Entry, Tensor], int]) ->
         yield portion
 
 
-def portion_sizes(everything: float, largest: float, times: int = 1) -> tuple[float, float]:
+def portion_sizes(everything: float, largest: float) -> tuple[float, float]:
     """Estimate the elements of the fullest portion of :func:`portions`, and of a portion on the average.
 
     Args:
         everything: Elements of all entries.
         largest: Elements of the largest entry.
-        times: How often memory is needed for each element.
     """
     # On the average, a portion ends half of a large entry below its limit.
-    return min(everything, max(AT_ONCE, largest)), min(everything, max(AT_ONCE / times - largest / 2, largest))
+    return min(everything, max(AT_ONCE, largest)), min(everything, max(AT_ONCE - largest / 2, largest))
 
 
 @dataclass(frozen=True)

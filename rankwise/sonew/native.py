@@ -10,12 +10,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rankwise.kernels.low_precision_runs import LowPrecisionRuns
+from rankwise.kernels.native import low_precision_arrays
 from rankwise.kernels.native.arrays import SUFFIXES, address, addresses, are_runs, doubles, integers
 from rankwise.kernels.native.building import EXACT, library
+from rankwise.kernels.passes import Field
 from rankwise.kernels.sizes import check_shapes
 from rankwise.sonew.chain_runs import ChainRun, Margins
 from rankwise.updates.adamw import bias_corrections
@@ -24,7 +28,7 @@ __all__ = ["sonew_directions", "takes"]
 
 _SOURCE = Path(__file__).with_name("sonew.cpp")
 _TILE = 32768
-"""Elements that a thread takes at a time, and over which norms are added up."""
+"""Elements that a thread takes at a time, whole blocks, and over which norms are added up."""
 _GRAFTS = {"none": 0, "adam": 1, "adam_official": 2, "momentum": 3, "sgd": 4}
 
 
@@ -41,9 +45,9 @@ def _library(band: int) -> ctypes.CDLL | None:
 def sonew_directions(
     runs: Sequence[ChainRun],
     grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    covariances: Sequence[list[Tensor]],
+    exp_avgs: Field,
+    exp_avg_sqs: Field,
+    covariances: Sequence[Field],
     margins: Sequence[Margins | None],
     *,
     betas: tuple[float, float],
@@ -59,7 +63,7 @@ def sonew_directions(
     Args:
         runs: Place of every run in its chains.
         grads: Gradients, read only.
-        exp_avgs: Momenta, updated in place.
+        exp_avgs: Momenta, updated in place; they and the other statistics may be narrow.
         exp_avg_sqs: Diagonals, updated in place.
         covariances: Edges of every run, a list for each distance of the band; updated in place.
         margins: Neighbours of every run that is cut inside a chain; None for others.
@@ -77,36 +81,80 @@ def sonew_directions(
     Raises:
         ValueError: Tensors are no runs of one type that :func:`takes` accepts, or the lists do not fit together.
     """
-    fields, band = [grads, exp_avgs, exp_avg_sqs, *covariances], len(covariances)
+    states, band = [exp_avgs, exp_avg_sqs, *covariances], len(covariances)
     if not len(runs) == len(margins) == len(grads):
         raise ValueError(f"{len(grads)} gradients come with {len(runs)} runs and {len(margins)} margins; pass one each")
     sums = torch.zeros(2, len(runs), dtype=torch.float64, device="cpu")
     if not grads:
         return sums
     compiled = _library(band)
-    if compiled is None or not are_runs(*fields, out):
+    narrow = [state for state in states if isinstance(state, LowPrecisionRuns)]
+    wide = [state for state in states if not isinstance(state, LowPrecisionRuns)]
+    fit = are_runs(grads, *wide, out) and all(low_precision_arrays.takes(grads, state) for state in narrow)
+    if compiled is None or not fit:
         raise ValueError("gradients, statistics and directions must be contiguous, of one type, and as long each")
-    # These tensors must live until the call returns, because C sees addresses only.
+    # These tensors and arrays must live until the call returns, because C sees addresses only.
     sides = [_sides(margin, grads[0].dtype, band) for margin in margins]
     margins_in_c = (ctypes.c_void_p * (2 * len(runs)))(
         *(None if m is None else address(m) for pair in sides for m in pair)
     )
+    described, structures = _in_c(grads, states)
+    described |= {
+        "lengths": integers([grad.numel() for grad in grads]),
+        "starts": integers([run.start for run in runs]),
+        "chains": integers([run.chain or 0 for run in runs]),
+        "margins": margins_in_c,
+        "outs": addresses(out),
+        "rates": doubles((*betas, *bias_corrections(betas, step), eps, gamma, graft_eps)),
+    }
+    call = _Described(len(runs), _TILE, torch.get_num_threads(), _GRAFTS[graft])
+    for name, array in described.items():
+        setattr(call, name, ctypes.addressof(array))
     getattr(compiled, f"sonew_directions_{SUFFIXES[grads[0].dtype]}")(
-        ctypes.c_int64(len(runs)),
-        integers([grad.numel() for grad in grads]),
-        integers([run.start for run in runs]),
-        integers([run.chain or 0 for run in runs]),
-        addresses([tensor for field in fields for tensor in field]),
-        margins_in_c,
-        addresses(out),
-        doubles((*betas, *bias_corrections(betas, step), eps, gamma, graft_eps)),
-        _GRAFTS[graft],
-        ctypes.c_void_p(address(sums[0])),
-        ctypes.c_void_p(address(sums[1])),
-        ctypes.c_int64(_TILE),
-        torch.get_num_threads(),
+        ctypes.byref(call), ctypes.c_void_p(address(sums[0])), ctypes.c_void_p(address(sums[1]))
     )
+    del structures
     return sums
+
+
+class _Described(ctypes.Structure):
+    """``Described`` of the source."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("runs", "tile_size", "threads", "graft")),
+        *((name, ctypes.c_void_p) for name in ("lengths", "starts", "chains", "fields", "margins", "outs")),
+        *((name, ctypes.c_void_p) for name in ("narrow", "loose", "ends", "rates")),
+    ]
+
+
+def _in_c(grads: list[Tensor], states: Sequence[Field]) -> tuple[dict[str, Any], list[Any]]:
+    """Describe gradients and statistics to C, and what blocks of narrow ones have in common with other runs.
+
+    Returns:
+        Arrays by name, and structures to which they point.
+    """
+    nothing = [None] * len(grads)
+    fields: list[int | None] = [address(grad) for grad in grads]
+    narrow: list[low_precision_arrays.LowPrecisionInC | None] = [None]
+    loose: list[int | None] = 2 * nothing
+    ends = [(0, grad.numel()) for grad in grads]
+    for field in states:
+        memory: Sequence[tuple[Tensor | None, Tensor | None]] = [(None, None)] * len(grads)
+        if isinstance(field, LowPrecisionRuns):
+            fields += nothing
+            narrow.append(low_precision_arrays.in_c(field))
+            if field.loose:
+                memory = field.loose
+                sizes = [[0 if end is None else end.numel() for end in pair] for pair in memory]
+                ends = [(head, grad.numel() - tail) for (head, tail), grad in zip(sizes, grads, strict=True)]
+        else:
+            fields += [address(tensor) for tensor in field]
+            narrow.append(None)
+        loose += [None if end is None else address(end) for pair in memory for end in pair]
+    pointers = [None if each is None else ctypes.addressof(each) for each in narrow]
+    arrays = {name: (ctypes.c_void_p * len(of))(*of) for name, of in (("fields", fields), ("narrow", pointers))}
+    arrays["loose"] = (ctypes.c_void_p * len(loose))(*loose)
+    return {**arrays, "ends": integers([end for pair in ends for end in pair])}, narrow
 
 
 def _sides(margins: Margins | None, dtype: torch.dtype, band: int) -> tuple[Tensor | None, Tensor | None]:

@@ -117,15 +117,14 @@ class SONew(ShardedOptimizer):
         """Return the costs of a step: it sums norms of step and graft, and before them "rmsprop" those of gradients."""
         sums = {"none": (), "rmsprop": (1, 2)}.get(self.options.graft, (2,))
         band = self.options.band
-
-        opened = len(self.spec.narrow_statistics)
+        # The plain form opens the narrow states of one parameter at a time.
+        opened = len(self.spec.narrow_statistics) if self.options.graft == "rmsprop" else 0
 
         def elements(everything: int, largest: int) -> float:
-            most, filled = portion_sizes(everything, largest, max(opened, 1))
-            directions = 0 if unit.spends_gradients else 4 * most
-            at_once = most if directions or opened else everything
+            directions = 0 if unit.spends_gradients else 4 * portion_sizes(everything, largest)[0]
+            at_once = directions / 4 if directions else everything
             places = everything * (PASS_TABLE_BYTES + TABLE_BYTES if directions else PASS_TABLE_BYTES)
-            return directions + 4 * opened * filled + scratch_of(at_once, band) + places
+            return directions + 4 * opened * largest + scratch_of(at_once, band) + places
 
         return StepCosts(
             sums=sums,
@@ -145,25 +144,19 @@ class SONew(ShardedOptimizer):
         grad_norms = self._grad_norms(unit, matrices) if self.options.graft == "rmsprop" else None
         parts: list[_Directions] = []
         stepped: list[Bucket] = []
-        start = first = 0
-        for portion in self._opened_at_once(matrices):
-            for bucket in portion:
-                norms = None if grad_norms is None else grad_norms[first : first + len(bucket.entries)]
-                parts.append(self._directions(unit, bucket, start, halos, norms))
-                start, first = start + sum(_sizes(bucket)), first + len(bucket.entries)
-            unit.narrow.keep_apart()
-            for bucket in portion if self.spec.narrow_statistics else ():
-                bucket.found.clear()  # drops the opened statistics
-            stepped += portion
+        start = 0
+        for bucket, span in spans(matrices):
+            for piece, directions in self._directions_of(
+                unit, bucket, start, halos, None if grad_norms is None else grad_norms[span]
+            ):
+                parts.append(directions)
+                stepped.append(piece)
+                start += sum(_sizes(piece))
         ratios = self._graft_ratios(unit, stepped, parts)
         for (bucket, span), (directions, _) in zip(spans(stepped), parts, strict=True):
             scalars = Scalars(lr=bucket.group["lr"], weight_decay=bucket.group["weight_decay"])
             fields = {"grad": directions, "param": bucket.weights}
             unit.run(Pass("step", fields, scalars, None if ratios is None else ratios[span]))
-
-    def _opened_at_once(self, buckets: list[Bucket]) -> Iterator[list[Bucket]]:
-        opened = len(self.spec.narrow_statistics)
-        return portions(buckets, lambda entry, grad: opened * grad.numel()) if opened else iter([buckets])
 
     def _halos(self, unit: StepUnit, buckets: list[Bucket]) -> dict[int, list[Halo]]:
         """Return for each cut shard the neighbours of gradient, momentum, diagonal and covariances; a collective."""
@@ -184,39 +177,68 @@ class SONew(ShardedOptimizer):
         entries = [entry for bucket in buckets for entry in bucket.entries]
         return unit.sum_over_ranks(entries, unit.squared_norms(grads))[0].sqrt().to(unit.dtype)
 
-    def _directions(
+    def _directions_of(
         self, unit: StepUnit, bucket: Bucket, start: int, halos: Mapping[int, list[Halo]], grad_norms: Tensor | None
-    ) -> _Directions:
-        """Advance the statistics of a bucket, and return its directions and the norms for the graft."""
+    ) -> Iterator[tuple[Bucket, _Directions]]:
+        """Advance the statistics of a bucket; yield its pieces, with directions and the norms for the graft."""
+        names = self.spec.statistics
+        fused = directions_for(unit.device, unit.dtype, self.options.band)
+        narrow = any(unit.narrow.is_narrow(bucket, name) for name in names)
+        if (
+            fused is None
+            or self.options.graft == "rmsprop"
+            or (narrow and unit.dtype != torch.float32)
+            or any(entry.shard.columns is not None for entry in bucket.entries)
+        ):
+            # The plain form works on one shard after the other, and need not open the states of more.
+            single: list[list[int] | None] = [[place] for place in range(len(bucket.entries))]
+            for places in single if narrow else [None]:
+                piece = bucket if places is None else bucket.only(places)
+                norms = grad_norms if grad_norms is None or places is None else grad_norms[places]
+                yield piece, self._windowed(unit, piece, halos, norms)
+                unit.narrow.keep_apart()
+                piece.found.clear()
+            return
+        for part in unit.narrow.whole_runs(bucket, names):
+            piece = bucket if len(part.places) == len(bucket.entries) else bucket.only(part.places)
+            out = _buffers(unit, piece, start)
+            start += sum(_sizes(piece))
+            states = [part.states[name] for name in names]
+            runs, margins = self._places(piece, halos)
+            squares = fused(runs, piece.grads, *states[:2], states[2:], margins, out=out, **self._numbers(piece))
+            yield piece, _Directions(out, squares)
+
+    def _numbers(self, bucket: Bucket) -> dict[str, Any]:
         group = bucket.group
         hyper = {name: group[name] for name in ("betas", "eps", "gamma", "graft_eps")}
-        hyper |= {"step": bucket.step, "graft": self.options.graft}
-        fields = [bucket.grads, *(bucket.state(name) for name in self.spec.statistics)]
-        fused = directions_for(unit.device, unit.dtype, self.options.band)
-        in_blocks = any(entry.shard.columns is not None for entry in bucket.entries)
-        if fused is None or in_blocks or self.options.graft == "rmsprop":
-            rms: list[Tensor] | None = bucket.state("graft_sq") if self.options.graft == "rmsprop" else None
-            directions, grafts = windowed_directions(
-                [entry.shard for entry in bucket.entries],
-                fields,
-                [halos.get(entry.index) for entry in bucket.entries],
-                chain=self.options.chain,
-                rms=rms,
-                grad_norms=grad_norms,
-                **hyper,
-            )
-            squares = unit.squared_norms(directions)
-            both = [squares, squares if grafts is None else unit.squared_norms(grafts)]
-            return _Directions(directions, torch.stack(both))
-        runs, margins = [], []
+        return hyper | {"step": bucket.step, "graft": self.options.graft}
+
+    def _places(self, bucket: Bucket, halos: Mapping[int, list[Halo]]) -> tuple[list[ChainRun], list[Margins | None]]:
+        runs: list[ChainRun] = []
+        margins: list[Margins | None] = []
         for entry in bucket.entries:
             shard = entry.shard
             by_row = self.options.chain == "row" and len(shard.shape) > 1
             runs.append(ChainRun(shard.start, shard.shape[-1] if by_row else None))
             halo = halos.get(entry.index)
             margins.append(None if halo is None else _margins(halo))
-        out = _buffers(unit, bucket, start)
-        return _Directions(out, fused(runs, *fields[:3], fields[3:], margins, out=out, **hyper))
+        return runs, margins
+
+    def _windowed(
+        self, unit: StepUnit, bucket: Bucket, halos: Mapping[int, list[Halo]], grad_norms: Tensor | None
+    ) -> _Directions:
+        directions, grafts = windowed_directions(
+            [entry.shard for entry in bucket.entries],
+            [bucket.grads, *(bucket.state(name) for name in self.spec.statistics)],
+            [halos.get(entry.index) for entry in bucket.entries],
+            chain=self.options.chain,
+            rms=bucket.state("graft_sq") if self.options.graft == "rmsprop" else None,
+            grad_norms=grad_norms,
+            **self._numbers(bucket),
+        )
+        squares = unit.squared_norms(directions)
+        both = [squares, squares if grafts is None else unit.squared_norms(grafts)]
+        return _Directions(directions, torch.stack(both))
 
     def _graft_ratios(self, unit: StepUnit, buckets: list[Bucket], parts: list[_Directions]) -> Tensor | None:
         """Return, per shard, the factor that gives its parameter's step the norm of the graft; one collective."""

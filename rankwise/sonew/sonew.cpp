@@ -1,13 +1,15 @@
 // SONew's pass updates statistics in place and computes directions and their norms, for any band and any cut of runs.
 //
 // The file is compiled for one band, without contraction of products and sums, and has the order of operations of
-// rankwise/sonew/banded.py: bits do not depend on where a run was cut, and are those of the plain functions.
+// rankwise/sonew/banded.py: bits do not depend on where a run was cut, and are those of the plain functions. Narrow
+// statistics are opened and stored again tile by tile, so that only their codes go through memory.
 
-#include "tiles.h"
+#include "narrow.h"
 
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 namespace {
 
@@ -29,13 +31,22 @@ struct Runs {
   T* const* fields;           // [field * runs + run]
   const T* const* margins;    // [2 * run + side], (fields, BAND) each; null: zeros
   T* const* outs;
+  const NarrowRuns* const* narrow;  // by field; null where it is wide
+  T* const* loose;  // [2 * (field * runs + run) + side]: new values of what lies in blocks that other runs share
+  const int64_t* ends;  // [2 * run + side]: what is between them lies in blocks that the run has alone
   int64_t runs;
 
   T* field(int64_t index, int64_t run) const { return fields[index * runs + run]; }
 
   // Returns an element of a run or of its margins.
   T at(int64_t index, int64_t run, int64_t position) const {
-    if (position >= 0 && position < lengths[run]) return field(index, run)[position];
+    if (position >= 0 && position < lengths[run]) {
+      if constexpr (std::is_same_v<T, float>) {
+        float value;
+        if (narrow[index]) return open_codes(*narrow[index], run, position, 1, &value), value;
+      }
+      return field(index, run)[position];
+    }
     const bool right = position >= 0;
     const T* margin = margins[2 * run + right];
     const int64_t place = right ? position - lengths[run] : position + kBand;
@@ -77,14 +88,18 @@ enum Array : int64_t {
 template <typename T>
 class Pass {
  public:
-  Pass(const Runs<T>& runs, const Rates& rates, int graft)
-      : runs_(runs), rates_(rates), graft_(graft), memory_(kArrays * kStride + kLine) {}
+  Pass(const Runs<T>& runs, const Rates& rates, int graft, int64_t tile_size)
+      : runs_(runs), rates_(rates), graft_(graft), memory_(kArrays * kStride + kLine) {
+    for (int64_t field = 0; field < kFields; ++field)
+      if (runs_.narrow[field]) opened_[field].resize(tile_size);
+  }
 
   // `halo` has the old statistics of BAND elements on the left and on the right.
   void run(const Tile& tile, const T* halo, double* square, double* graft_square) {
     tile_ = tile;
     halo_ = halo;
     *square = *graft_square = 0.0;
+    open();
     if constexpr (kBand > 0) {
       advance(tile.start - kLead, 2 * kLead, 0);
       factor(0, kLead);
@@ -99,6 +114,7 @@ class Pass {
         for (int64_t index = 0; index <= kCarried; ++index)
           std::memcpy(array(index), array(index) + kPiece, 2 * kLead * sizeof(T));
     }
+    store();
   }
 
  private:
@@ -106,6 +122,36 @@ class Pass {
   T* array(int64_t index) {
     const uintptr_t address = reinterpret_cast<uintptr_t>(memory_.data());
     return reinterpret_cast<T*>((address + kLine - 1) / kLine * kLine) + index * kStride;
+  }
+
+  // Returns where an element of the tile is: in its run, or in what was opened.
+  T* memory(int64_t field, int64_t position) {
+    return runs_.narrow[field] ? opened_[field].data() + (position - tile_.start)
+                               : runs_.field(field, tile_.run) + position;
+  }
+
+  void open() {
+    if constexpr (std::is_same_v<T, float>)
+      for (int64_t field = 1; field < kFields; ++field)
+        if (runs_.narrow[field])
+          open_codes(*runs_.narrow[field], tile_.run, tile_.start, tile_.end - tile_.start, opened_[field].data());
+  }
+
+  void store() {
+    if constexpr (std::is_same_v<T, float>) {
+      const int64_t* ends = runs_.ends + 2 * tile_.run;
+      for (int64_t field = 1; field < kFields; ++field) {
+        if (!runs_.narrow[field]) continue;
+        const bool blocks = runs_.narrow[field]->kind != kBfloat16;
+        const int64_t first = blocks ? std::clamp(ends[0], tile_.start, tile_.end) : tile_.start;
+        const int64_t last = blocks ? std::clamp(ends[1], first, tile_.end) : tile_.end;
+        T* const* loose = runs_.loose + 2 * (field * runs_.runs + tile_.run);
+        if (first > tile_.start) std::copy_n(memory(field, tile_.start), first - tile_.start, loose[0] + tile_.start);
+        if (last < tile_.end) std::copy_n(memory(field, last), tile_.end - last, loose[1] + (last - ends[1]));
+        if (first < last)
+          keep_codes(*runs_.narrow[field], tile_.run, first, last - first, memory(field, first));
+      }
+    }
   }
 
   // --- statistics ---------------------------------------------------------------------------------------------------
@@ -117,7 +163,7 @@ class Pass {
                         start + count + kBand <= runs_.lengths[tile_.run];
     if (!inside) fetch(start, count);
     const auto at = [&](int64_t field) {
-      return inside ? runs_.field(field, tile_.run) + start : array(kBorder + field);
+      return inside ? memory(field, start) : array(kBorder + field);
     };
     const T* grad = at(0);
     const T eps = rates_.eps * rates_.correction2;
@@ -164,17 +210,18 @@ class Pass {
         array(kBorder + field)[i] = neighbour(field, start + i);
   }
 
-  T neighbour(int64_t field, int64_t position) const {
+  T neighbour(int64_t field, int64_t position) {
     if (position < tile_.start - kBand || position >= tile_.end + kBand) return T(0);
     const bool left = position < tile_.start, right = position >= tile_.end;
-    if (field == 0 || !(left || right)) return runs_.at(field, tile_.run, position);
+    if (!(left || right)) return *memory(field, position);
+    if (field == 0) return runs_.at(field, tile_.run, position);
     return halo_[(2 * (field - 1) + right) * kBand + (right ? position - tile_.end : position - tile_.start + kBand)];
   }
 
   void keep(int64_t start, int64_t count) {
     const int64_t from = std::max(start, tile_.start), to = std::min(start + count, tile_.end);
     for (int64_t field = 1; field < kFields && from < to; ++field)
-      std::copy_n(array(kBorder + field) + from - start, to - from, runs_.field(field, tile_.run) + from);
+      std::copy_n(array(kBorder + field) + from - start, to - from, memory(field, from));
   }
 
   // Sets edges that would join two chains to zero.
@@ -268,12 +315,12 @@ class Pass {
     return sum;
   }
 
-  double graft_norm(int64_t start, int64_t count) const {
+  double graft_norm(int64_t start, int64_t count) {
     const double scale = 1.0 / (rates_.correction1 * rates_.correction1);
     const T root = 1.0 / std::sqrt(rates_.correction2), graft_eps = rates_.graft_eps, official = kOfficialGraftEps;
     const T* grad = runs_.field(0, tile_.run) + start;
-    const T* mean = runs_.field(1, tile_.run) + start;
-    const T* square = runs_.field(2, tile_.run) + start;
+    const T* mean = memory(1, start);
+    const T* square = memory(2, start);
     switch (graft_) {
       case kAdam:
         return scale * norm(count, [=](int64_t j) { return mean[j] / (std::sqrt(square[j]) * root + graft_eps); });
@@ -302,7 +349,7 @@ class Pass {
   const Runs<T>& runs_;
   const Rates& rates_;
   const int graft_;
-  std::vector<T> memory_;
+  std::vector<T> memory_, opened_[kFields];
   Tile tile_{};
   const T* halo_ = nullptr;
 };
@@ -310,7 +357,13 @@ class Pass {
 template <typename T>
 void sonew_directions(const Runs<T>& runs, const Rates& rates, int graft, double* squares, double* graft_squares,
                       int64_t tile_size, int threads) {
-  const auto tiles = tiles_of(runs.runs, runs.lengths, tile_size);
+  // Tiles begin with blocks where there are any; those of all statistics lie alike.
+  const auto with_blocks = std::find_if(runs.narrow, runs.narrow + kFields, [](const NarrowRuns* narrow) {
+    return narrow && narrow->kind != kBfloat16;
+  });
+  const auto tiles = with_blocks == runs.narrow + kFields
+                         ? tiles_of(runs.runs, runs.lengths, tile_size)
+                         : tiles_of_blocks(runs.runs, runs.lengths, (*with_blocks)->firsts, tile_size);
   constexpr int64_t halo_size = 2 * (2 + kBand) * kBand;
   std::vector<T> halos(tiles.size() * halo_size);
   std::vector<double> parts(tiles.size()), graft_parts(tiles.size());
@@ -326,7 +379,7 @@ void sonew_directions(const Runs<T>& runs, const Rates& rates, int graft, double
           halo[i] = runs.at(field + 1, tile.run, tile.start - kBand + i);
           halo[kBand + i] = runs.at(field + 1, tile.run, tile.end + i);
         }
-    Pass<T> pass(runs, rates, graft);
+    Pass<T> pass(runs, rates, graft, tile_size);
 #pragma omp for schedule(static)
     for (size_t index = 0; index < tiles.size(); ++index)
       pass.run(tiles[index], halos.data() + index * halo_size, &parts[index], &graft_parts[index]);
@@ -335,17 +388,33 @@ void sonew_directions(const Runs<T>& runs, const Rates& rates, int graft, double
   add_up(tiles, graft_parts, runs.runs, graft_squares);
 }
 
+// What a call works on, as Python describes it.
+struct Described {
+  int64_t runs, tile_size, threads, graft;
+  const int64_t *lengths, *starts, *chains;
+  void *const *fields, *const *margins, *const *outs;
+  const NarrowRuns* const* narrow;
+  void* const* loose;
+  const int64_t* ends;
+  const Rates* rates;
+};
+
+template <typename T>
+void described_directions(const Described& call, double* squares, double* graft_squares) {
+  const auto typed = [](void* const* pointers) { return reinterpret_cast<T* const*>(pointers); };
+  const Runs<T> runs{call.lengths, call.starts,        call.chains, typed(call.fields),
+                     typed(call.margins), typed(call.outs), call.narrow, typed(call.loose),
+                     call.ends,    call.runs};
+  sonew_directions<T>(runs, *call.rates, call.graft, squares, graft_squares, call.tile_size, call.threads);
+}
+
 }  // namespace
 
-#define FORM(T, SUFFIX)                                                                                               \
-  void sonew_directions_##SUFFIX(int64_t runs, const int64_t* lengths, const int64_t* starts, const int64_t* chains,  \
-                                 T* const* fields, const T* const* margins, T* const* outs, const Rates* rates,       \
-                                 int graft, double* squares, double* graft_squares, int64_t tile_size, int threads) { \
-    sonew_directions<T>({lengths, starts, chains, fields, margins, outs, runs}, *rates, graft, squares,               \
-                        graft_squares, tile_size, threads);                                                           \
-  }
-
 extern "C" {
-FORM(float, float32)
-FORM(double, float64)
+void sonew_directions_float32(const Described* call, double* squares, double* graft_squares) {
+  described_directions<float>(*call, squares, graft_squares);
+}
+void sonew_directions_float64(const Described* call, double* squares, double* graft_squares) {
+  described_directions<double>(*call, squares, graft_squares);
+}
 }

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from rankwise.comm.message_format import Traffic
 from rankwise.kernels.host_copies import HostCopy
-from rankwise.layout.layout_source import framework_advice
+from rankwise.layout.front_ends import framework_advice
 from rankwise.options.validation import OptionError
 from rankwise.plan.planner import Planner
 from rankwise.plan.step_unit import StepUnit

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rankwise.comm import local_groups as local_groups  # keeps torch from holding the default group for ever
 from rankwise.comm.message_format import Traffic
 from rankwise.kernels import graphs
 from rankwise.kernels.surroundings import undisturbed

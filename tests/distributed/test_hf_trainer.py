@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +61,12 @@ def _inner(trainer: Trainer) -> Any:
 
 
 @pytest.mark.parametrize("name", [name for name in BY_NAME if name != "mars"])
-def test_the_trainer_builds_and_steps_every_type(name: str, tmp_path: Path) -> None:
+def test_the_trainer_builds_and_steps_every_type(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = _trainer(name, tmp_path)
     trainer.train()
     optimizer = _inner(trainer)
+    told = re.findall(r"^rankwise (\S+): [\d.]+% of [\d,]+ weights .* take its rule", capsys.readouterr().out, re.M)
+    assert [name.lower() for name in told] == [name], "once, by the name that was written"
     assert isinstance(optimizer, BY_NAME[name].optimizer)
     rules = {row.name: row.rule for row in optimizer.explain()}
     matrices = {key for key, rule in rules.items() if rule == "matrix"}
@@ -88,6 +93,13 @@ class _Weights(TrainerCallback):
         self.factors = set(known["optimizer"].optimizer.matrix_states.everything())
 
 
+def _told(folder: Path) -> bool:
+    """Whether this rank prints what the optimizer takes."""
+    with redirect_stdout(StringIO()) as said:
+        _trainer("mkor", folder).train()
+    return "rankwise MKOR: " in said.getvalue()
+
+
 def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
     os.environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     found: dict[str, Any] = {}
@@ -97,6 +109,7 @@ def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
         trainer = _trainer("mkor", folder, [seen, rankwise.hf.consolidating()], **saving)
         trainer.train(resume_from_checkpoint=None if run == "through" else str(folder / "checkpoint-2"))
         found[run] = (seen.equal, seen.factors, seen.weights)
+    found["told"] = _told(folder / "told")
     trainer = _trainer("mkor", folder / "forgotten")
     trainer.train()
     with pytest.raises(RuntimeError, match=r"rankwise\.hf\.consolidating"):
@@ -106,6 +119,7 @@ def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
 
 def test_ranks_share_the_work_and_one_of_them_saves(tmp_path: Path) -> None:
     first, second = run_ranks(2, _ranks, tmp_path)
+    assert first["told"] and not second["told"]
     for found in (first, second):
         (equal, factors, weights), (again, owned, resumed) = found["through"], found["resumed"]
         assert equal and again and torch.equal(weights, resumed)

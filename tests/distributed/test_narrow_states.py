@@ -45,6 +45,8 @@ EXACT = (
     Case("mars-lion", MARS, {"variant": "lion", "clip": None, "state_rounding": "stochastic", **INT8}),
     Case("mars-lion-bfloat16", MARS, {"variant": "lion", "clip": None, "state_dtype": "bfloat16"}),
     Case("sonew-diagonal", SONew, {"band": 0, "state_rounding": "stochastic", **INT8}),
+    Case("sonew", SONew, {"band": 1, "graft": "none", "chain": "tensor", "state_rounding": "stochastic", **INT8}),
+    Case("sonew-mixed", SONew, {"band": 2, "graft": "none", "state_dtype": {"exp_avg": "int8", "covariance": "int8"}}),
 )
 # Elements from which on states are in codes: those of all parameters, or of three matrices and the stack of experts.
 FEWEST = (1, 85)

@@ -213,7 +213,7 @@ def _version(rank: int, world: int) -> str:
 def _rates(rank: int, world: int) -> str:
     """One rank's schedule goes its own way; the check is the page's."""
     page = (Path(__file__).resolve().parents[2] / "docs/reliability.md").read_text()
-    (code,) = re.findall(r"```python\n(def refuse_other_rates.*?)```", page, re.DOTALL)
+    (code,) = re.findall(r"```python\n(import torch\n\n\ndef refuse_other_rates.*?)```", page, re.DOTALL)
     names: dict[str, Any] = {"torch": torch}
     exec(code, names)
     makers: list[Callable[[Iterator[tuple[str, nn.Parameter]]], torch.optim.Optimizer]] = [

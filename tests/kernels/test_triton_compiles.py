@@ -23,7 +23,9 @@ from benchmarks.compiled_kernels import (  # noqa: E402
     kernels_page,
     mars_adamw,
     measured,
+    narrow_sonew,
     recorded,
+    sonew,
     update,
 )
 
@@ -80,6 +82,23 @@ def test_full_tiles_move_16_bytes_at_a_time(
     code = compiled(launches_of(call, arguments)[-1]).asm["ptx"]
     found = [len(set(re.findall(rf"{kind}\.global\S*\.v4\.b32[^;]*\[ *%rd(\d+)", code))) for kind in ("ld", "st")]
     assert found[0] >= reads and found[1] >= writes
+
+
+@pytest.mark.parametrize(("call", "arguments"), [(sonew, (4,)), (narrow_sonew, (1,))])
+def test_sonew_reads_a_tile_before_it_writes_and_passes_values_on_within_warps(
+    call: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    """A warp reads what belongs to the next one, so that a barrier must lie between all that is read and written."""
+    (launch,) = (found for found in launches_of(call, arguments) if found.kernel.fn.__name__.startswith("sonew"))
+    code = compiled(launch).asm["ptx"]
+    before = code[: code.index("st.global")]
+    barrier = before.rindex("bar.sync")
+    reads = [found.start() for found in re.finditer(r"ld\.global\S*\.v4|ld\.global\S*\.b16", code)]
+    assert reads and max(reads) < barrier
+    if call is sonew:
+        # One barrier for that, three for the norms, and the rest where a tile is not full or not aligned.
+        assert len(re.findall(r"bar\.sync", code)) <= 18 and len(re.findall(r"\bshfl", code)) <= 54
+        assert len(reads) >= 2 * 7 and code.count("ld.shared") <= 2
 
 
 def test_older_compilers_read_the_kernels() -> None:

@@ -18,6 +18,9 @@ from rankwise.launch.cli import app
 from rankwise.launch.explain import why_owner
 from rankwise.launch.optimizer_guide import CHOICES, as_markdown
 from rankwise.launch.planning.optimizers import built, chosen
+from rankwise.launch.pretrain import _of_device
+from rankwise.launch.report import results_table
+from rankwise.launch.settings import Settings
 from rankwise.names import BY_NAME, BY_SPELLING, is_ours
 from rankwise.version import __version__
 
@@ -296,13 +299,17 @@ def test_explain_makes_no_weights_and_reads_megatrons_files(tmp_path: Path) -> N
     status, output = run("explain", "--optimizer", "ldadam", "--model", "llama-405b")
     assert (
         status == 0
-        and "model.layers.125.mlp.down_proj.weight" in output
+        and "model.layers.*.mlp.down_proj.weight ×126" in output
         and "AdamW's would be 3,096,415.6 MiB" in output
     )
     flags = "optimizer: ldadam\nldadam-rank: 4\nnum-layers: 2\nhidden-size: 64\nnum-attention-heads: 4\nswiglu: true\n"
     (tmp_path / "run.yaml").write_text(flags)
     status, output = run("explain", "--config", str(tmp_path / "run.yaml"))
-    assert status == 0 and "decoder.layers.1.mlp.linear_fc1.weight" in output and "MiB" in output
+    assert status == 0 and "decoder.layers.*.mlp.linear_fc1.weight ×2" in output and "MiB" in output
+    status, every = run("explain", "--config", str(tmp_path / "run.yaml"), "--all")
+    assert status == 0 and "decoder.layers.1.mlp.linear_fc1.weight" in every and "×" not in every
+    sums = [re.findall(r"│ all .* ([\d,]+) │", text) for text in (output, every)]
+    assert sums[0] == sums[1] and len(sums[0]) == 1
 
 
 def test_explain_says_which_rank_owns_a_matrix_and_why(tmp_path: Path) -> None:
@@ -326,7 +333,7 @@ def test_explain_says_which_rank_owns_a_matrix_and_why(tmp_path: Path) -> None:
         flags + "tensor-model-parallel-size: 2\npipeline-model-parallel-size: 2\nuse-distributed-optimizer: true\n"
     )
     status, output = run("explain", "--config", str(tmp_path / "run.yaml"))
-    assert status == 0 and "decoder.layers.1.mlp.linear_fc1.weight" in output, "both stages, whole"
+    assert status == 0 and "decoder.layers.*.mlp.linear_fc1.weight ×2" in output, "both stages, whole"
     status, output = run("explain", "--config", str(tmp_path / "run.yaml"), "--ranks", "4", "--json")
     of_last = [row for row in json.loads(output)["owners"] if "layers.1" in row["matrix"]]
     assert status == 0 and of_last and {row["owner"] for row in of_last} == {2, 3}
@@ -377,10 +384,26 @@ def test_list_shows_what_plan_computes(name: str) -> None:
     """What is read, so that the answer is there at once, is what would be computed."""
     pytest.importorskip("transformers")
     recorded = json.loads(optimizer_guide.RECORDED.read_text())
-    assert recorded[name] == pytest.approx(list(optimizer_guide.computed(name)), rel=1e-6), (
+    now = optimizer_guide.computed(name)._asdict()
+    assert recorded[name].pop("betas") == now.pop("betas") and recorded[name] == pytest.approx(now, rel=1e-6), (
         "write it anew: python -m rankwise.launch.optimizer_guide"
     )
-    assert set(recorded) == {name for name in BY_NAME if is_ours(name)}
+    assert set(recorded) == {name for name in BY_NAME if is_ours(name)} == {name.lower() for name in CHOICES}
+
+
+def test_list_and_help_answer_without_torch() -> None:
+    """Its import takes longer than all the rest: with it they would need more than a second."""
+    code = (
+        "import sys; from typer.testing import CliRunner; from rankwise.launch.cli import app;"
+        "done = [CliRunner().invoke(app, words) for words in (['list'], ['list', '--json'], ['plan', '--help'])];"
+        "sys.exit('torch' in sys.modules or any(one.exit_code for one in done))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_list_drops_columns_that_are_the_same_in_every_row() -> None:
+    telling = optimizer_guide._telling([["a", "1", "2", ""], ["b", "1", "3", ""]])
+    assert telling == [0, 2] and optimizer_guide._telling([["a", "1"]]) == [0]
 
 
 def test_list_shows_what_a_gpu_took() -> None:
@@ -446,3 +469,31 @@ def test_one_device_connection_only_where_megatron_asserts_it(arguments: str, wa
     from rankwise.launch.megatron_shim import wants_one_connection
 
     assert wants_one_connection(arguments.split()) == wanted
+
+
+def test_train_takes_a_gpus_shape_for_what_was_not_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    monkeypatch.setattr("rankwise.launch.spawn.choose_device", lambda device, ranks: (False, 1))
+    words = ["train", "--dry-run", "--output", str(tmp_path), "--optimizer", "mars-m"]
+    status, _ = run(*words, "--layers", "4", "--no-bf16")
+    settings = json.loads((tmp_path / "mars-m/settings.json").read_text())
+    assert status == 0 and settings["layers"] == 4, "as typed, although it is the default on CPUs"
+    assert (settings["hidden"], settings["seq_len"], settings["compiled"]) == (768, 1024, "inductor")
+    assert settings["deepspeed"]["optimizer"]["params"]["lr"] == 6e-3, "of the files for GPT-2 small"
+    assert "bf16" not in settings["deepspeed"] and settings["deepspeed"]["train_micro_batch_size_per_gpu"] == 16
+    monkeypatch.setattr("rankwise.launch.spawn.choose_device", lambda device, ranks: (True, 2))
+    run(*words)
+    settings = json.loads((tmp_path / "mars-m/settings.json").read_text())
+    assert settings["hidden"] == 192 and settings["compiled"] is None and "bf16" not in settings["deepspeed"]
+
+
+def test_a_gpus_memory_and_share_of_its_peak_are_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 << 30)
+    found = _of_device(1e5, 10**8, Settings(layers=10, hidden=100, heads=1, seq_len=1000))
+    assert found["share_of_peak"] == pytest.approx(1e5 * (6e8 + 12e6) / 989e12) and found["device"].startswith("NVIDIA")
+    common = {"parameters": 1, "world_size": 1, "layout": "ZeRO-2", "steps": 1, "tokens": 1, "unigram_entropy": 1.0}
+    shown = {"validation_loss": 1.0, "tokens_per_second": 1.0, "step_share": 0.1, "state_bytes_per_rank": 1}
+    columns = [len(results_table([{"label": "a", **common, **shown, **of}]).columns) for of in (found, {})]
+    assert columns == [7, 5]

@@ -266,20 +266,25 @@ def test_table_picture_limits_and_advice(tmp_path: Path) -> None:
         "MI300X",
         "48 matrices (or slices of them) have",
         "every 10 steps",
-        "not measured",
+        "Nothing here",
     ):
         assert words in output
     held = plan("--optimizer", "mkor", "--model", "gpt2-small", "--ranks", "4")["bytes"]["optimizer states"]["max"]
     limit = 0.9 * held / 2**30
     status, output = run("--optimizer", "mkor", "--model", "gpt2-small", "--ranks", "4", "--max-state-gb", f"{limit}")
-    assert status == 1 and re.search(r"limit is not met. With .*state_dtype='bfloat16' it is: 0\.\d+ GiB", output)
+    assert status == 1 and re.search(
+        r'Not met: .*\nIt is met with "params": {"state_dtype": "bfloat16"}: 0\.\d+ GiB', output
+    )
+    status, output = run("--optimizer", "mkor", "--model", "gpt2-small", "--ranks", "4", "--max-state-gb", "9")
+    assert status == 0 and re.search(r"^Met: 0\.\d+ GiB of states on the fullest rank, at most 9\.$", output, re.M)
     status, output = run(
         *("--optimizer", "mars-m", "--model", "gpt2-xl", "--ranks", "64", "--stage", "3", "--batch-tokens", "65536"),
         *("--max-overhead", "0.1%"),
     )
-    assert status == 1 and "Nothing that was tried meets it" in output
+    assert status == 1 and 'Nothing that was tried meets it. Nearest comes "params": {"state_dtype": "int8"' in output
+    assert "Assumed: 65,536 tokens a step (--batch-tokens), 40% of the peak" in " ".join(output.split())
     status, output = run("--optimizer", "mars-m", "--max-overhead", "99%", "--max-state-gb", "10", "--gpu", "100:1.5")
-    assert status == 0 and "│ 100:1.5 │" in output
+    assert status == 0 and re.search(r"┃ +100:1.5 ┃", output)
 
 
 @pytest.mark.parametrize("kept", [None, "bfloat16", "int8"])
@@ -289,8 +294,29 @@ def test_states_are_narrowed_before_the_rank(kept: str | None, tmp_path: Path) -
     arguments = ["--config", str(tmp_path / "ds.json"), "--model", "gpt2-small", "--ranks", "1"]
     held = plan(*arguments)["bytes"]["optimizer states"]["max"]
     status, output = run(*arguments, "--max-state-gb", f"{0.99 * held / 2**30}")
-    wanted = {None: "state_dtype='bfloat16'", "bfloat16": "state_dtype='int8'", "int8": "rank=16"}[kept]
-    assert status == 1 and f"With comm_dtype='bfloat16', {wanted} it is: 0." in " ".join(output.split())
+    wanted = {None: '"state_dtype": "bfloat16"', "bfloat16": '"state_dtype": "int8"', "int8": '"rank": 16'}[kept]
+    assert status == 1 and f'It is met with "params": {{{wanted}}}: 0.' in output
+
+
+def test_advice_is_in_the_words_of_its_framework(tmp_path: Path) -> None:
+    """Changes that do not lower what is asked for, as the type of messages does not lower states, are left out."""
+    (tmp_path / "ds.json").write_text(
+        json.dumps({"zero_optimization": {"stage": 0}, "optimizer": {"type": "MARS-M", "params": {}}})
+    )
+    sizes = "--model gpt2 --layers 2 --hidden 64 --heads 2 --max-state-gb 0.003 --ranks 4".split()
+    status, output = run("--config", str(tmp_path / "ds.json"), *sizes)
+    met = 'It is met with "zero_optimization": {"stage": 2} and "params": {"state_dtype": "int8"}: 0.00'
+    assert status == 1 and met in output
+    small = "--optimizer mkor-sketch --model gpt2-small --ranks 4 --max-state-gb".split()
+    status, output = run("--engine", "megatron", *small, "0.3")
+    assert status == 1 and re.search(r"It is met with --mkor-state-dtype (bfloat16|int8)( --mkor-|:)", output)
+    status, output = run("--engine", "fsdp", *sizes)
+    assert status == 1 and "It is met with MARS(..., state_dtype='int8'): 0.00" in output
+
+
+def test_no_figure_is_cut_off_in_80_columns() -> None:
+    done = CliRunner().invoke(app, "plan --model llama-405b --gpu 100:1.5".split(), env={"COLUMNS": "80"})
+    assert done.exit_code == 0 and "…" not in done.output and max(map(len, done.output.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(
@@ -314,6 +340,7 @@ def test_states_are_narrowed_before_the_rank(kept: str | None, tmp_path: Path) -
             "tp is 3: it must divide dimension",
         ),
         (["--max-overhead", "lots"], "'lots' must be a share such as 2%"),
+        (["--max-overhead", "2"], "'2' must lie between 0 and 100%; did you mean 2%?"),
         (["--gpu", "B300"], "gpu is 'B300': it must be one of A100"),
         (["--gpu", "0:1"], "or TFLOP/s:TB/s such as 989:3.35"),
         (["--", "--optimizer", "adam"], "--optimizer is 'adam': it must be one of ours"),

@@ -382,3 +382,18 @@ def test_wheel_holds_the_mapped_packages_and_nothing_generic(tmp_path: Path) -> 
 def test_console_script_is_installed() -> None:
     (entry,) = entry_points(group="console_scripts", name="rankwise")
     assert entry.value == "rankwise.launch.cli:app"
+
+
+@pytest.mark.slow
+def test_the_way_of_a_gpu_is_taken_on_a_cpu(tmp_path: Path, text: Path) -> None:
+    """Compiled and in bfloat16, as a GPU's runs are; two types, one table and one picture."""
+    sizes = "--layers 1 --hidden 64 --heads 2 --seq-len 32 --micro-batch 4 --validation-samples 8".split()
+    words = ["--bf16", "--compile", "aot_eager", "--steps", "12", "--device", "cpu", "--ranks", "1"]
+    done = command("train", *words, *sizes, "--data", str(text), "--output", "runs", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    for label in ("adamw", "mars-m"):
+        settings = json.loads((tmp_path / "runs" / label / "settings.json").read_text())
+        assert settings["compiled"] == "aot_eager" and settings["deepspeed"]["bf16"] == {"enabled": True}
+        summary = json.loads((tmp_path / "runs" / label / "summary.json").read_text())
+        assert summary["validation_loss"] < 5.6 and "peak_memory_bytes" not in summary
+    assert (tmp_path / "runs/loss.png").is_file()

@@ -59,6 +59,9 @@ class Cell:
             be there.
         fp8: Whether they are told to work in 8 bits, with delayed scaling.
         fsdp: Whether the model is wrapped by TorchFullyShardedDataParallel.
+        megatron_fsdp: Sharding strategy of Megatron's own FSDP, if the model is wrapped by it.
+        instances: Number of its outer ranks (HSDP).
+        outer: What it shards over these.
         bf16_gradients: Whether gradient buffers have the parameters' type.
         optimizer: Further fields of the optimizer's config.
         transformer: Further fields of the transformer's.
@@ -92,6 +95,9 @@ class Cell:
     transformer_engine: bool = False
     fp8: bool = False
     fsdp: bool = False
+    megatron_fsdp: str = ""
+    instances: int = 1
+    outer: str = "no_shard"
     bf16_gradients: bool = False
     optimizer: dict[str, Any] = field(default_factory=dict, hash=False)
     transformer: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -169,13 +175,25 @@ class Cell:
             "params_dtype": DTYPES[self.precision],
             "initial_loss_scale": 2.0**10,
             "loss_scale_window": 1000,
-            "use_distributed_optimizer": self.use_distributed_optimizer,
+            "use_distributed_optimizer": self.use_distributed_optimizer or bool(self.megatron_fsdp),
             "overlap_param_gather": self.overlap_param_gather,
             **self.optimizer,
         }
 
     def ddp_config(self) -> DistributedDataParallelConfig:
         names = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "bucket_size")
+        if self.megatron_fsdp:
+            overlap = self.megatron_fsdp in ("optim_grads", "optim_grads_params")
+            return DistributedDataParallelConfig(
+                use_megatron_fsdp=True,
+                use_distributed_optimizer=True,
+                data_parallel_sharding_strategy=self.megatron_fsdp,
+                outer_dp_sharding_strategy=self.outer,
+                num_distributed_optimizer_instances=self.instances,
+                overlap_grad_reduce=overlap,
+                overlap_param_gather=self.megatron_fsdp == "optim_grads_params",
+                gradient_reduce_div_fusion=False,  # gloo cannot multiply in a sum
+            )
         in_fp32 = self.precision != "fp64" and not self.bf16_gradients
         return DistributedDataParallelConfig(
             grad_reduce_in_fp32=in_fp32, **{name: getattr(self, name) for name in names}

@@ -18,6 +18,8 @@ from megatron.core.distributed import (
     TorchFullyShardedDataParallel,
     finalize_model_grads,
 )
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -29,6 +31,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import fsdp_dtensor_checkpoint
 from megatron.core.transformer.module import Float16Module
 from megatron_cells import DECAY_STEPS, GLOBAL_BATCH, LENGTH, MAX_LR, MIN_LR, VOCABULARY, Cell, tokens
 from megatron_weights import Cut, bare, cuts, gathered, initial, main_weight, model_weight
@@ -113,6 +116,8 @@ class Trainer:
             model = Float16Module(self.config, model)
         if cell.fsdp:
             return Fsdp2(self.config, cell.ddp_config(), model)
+        if cell.megatron_fsdp:
+            return FullyShardedDataParallel(self.config, cell.ddp_config(), model)
         wrapped = DistributedDataParallel(self.config, cell.ddp_config(), model, disable_bucketing=stage > 0)
         wrapped.vp_stage = vp_stage
         return wrapped
@@ -151,7 +156,14 @@ class Trainer:
 
     def cuts(self, model: nn.Module) -> Iterable[tuple[nn.Parameter, Cut]]:
         """Every parameter of a model chunk, and what it is of the unsharded model."""
-        return cuts(model, self.cell.tied)
+        found = cuts(model, self.cell.tied)
+        inner: Any = getattr(model, "module", None)
+        if not self.cell.megatron_fsdp or not hasattr(inner, "param_and_grad_buffer"):
+            return found
+        inner._replace_param_with_raw_if_needed()
+        named = inner.param_and_grad_buffer.optimizer_named_parameters
+        optimized = {id(parameter.orig_param): parameter for _, parameter in named}
+        return [(optimized[id(parameter)], cut) for parameter, cut in found]
 
     def _connect(self) -> None:
         """What Megatron's training loop sets on the config before its first step."""
@@ -162,6 +174,8 @@ class Trainer:
 
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = finalize_model_grads
+        if self.cell.megatron_fsdp:
+            self.config.no_sync_func = per_chunk("no_sync")
         if self.cell.overlap_grad_reduce:
             self.config.no_sync_func = per_chunk("no_sync")
             self.config.grad_sync_func = per_chunk("start_grad_sync")
@@ -262,13 +276,42 @@ class Trainer:
         state["iteration"] = self.step
         return state
 
+    def _fsdp_state(self, is_loading: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What Megatron's loop saves or loads under its own FSDP, and the same as it prepares it for torch."""
+        metadata = {"distrib_optim_sharding_type": "fsdp_dtensor"}
+        names = ["model"] if len(self.chunks) == 1 else [f"model{i}" for i in range(len(self.chunks))]
+        state = {n: c.state_dict_for_save_checkpoint() for n, c in zip(names, self.chunks, strict=True)}
+        state["optimizer"] = self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+        raw = {**{name: dict(value) for name, value in state.items()}, "names": names}
+        state |= {"opt_param_scheduler": self.scheduler.state_dict(), "iteration": self.step}
+        # As preprocess_fsdp_dtensor_state_dict of megatron.training does.
+        if self.config.gated_linear_unit:
+            for name, chunk in zip(names, self.chunks, strict=True):
+                parts = fsdp_dtensor_checkpoint.handle_swiglu_in_state_dict(chunk, state[name], state["optimizer"])
+                state[name], state["optimizer"] = parts
+        preprocess_state_dict_for_uneven_dtensor(state)
+        return raw, state
+
     def save(self, folder: Path, optimizer_format: str | None = None) -> None:
         """Write a ``torch_dist`` checkpoint into an existing empty folder."""
         self.gather_params()
+        if self.cell.megatron_fsdp:
+            torch.distributed.checkpoint.save(self._fsdp_state(False)[1], checkpoint_id=folder)
+            return
         dist_checkpointing.save(self.sharded_state(optimizer_format=optimizer_format), str(folder))
 
     def load(self, folder: Path, optimizer_format: str | None = None) -> None:
         """Continue from a checkpoint, of this layout or another one."""
+        if self.cell.megatron_fsdp:
+            raw, prepared = self._fsdp_state(True)
+            planner = torch.distributed.checkpoint.DefaultLoadPlanner(allow_partial_load=True)
+            torch.distributed.checkpoint.load(prepared, checkpoint_id=folder, planner=planner)
+            for name, chunk in zip(raw["names"], self.chunks, strict=True):
+                chunk.load_state_dict(raw[name], strict=False)
+            self.optimizer.load_state_dict(raw["optimizer"])
+            self.scheduler.load_state_dict(prepared["opt_param_scheduler"])
+            self.step = prepared["iteration"]
+            return
         # Layers of Transformer Engine's ask for extra states, which Megatron's own have not saved.
         strict = not self.cell.transformer_engine
         handling = "assume_ok_unexpected" if strict else "log_all"
@@ -308,7 +351,7 @@ def opened(
         make_optimizer: Builds the optimizer.
         kind: Another class of trainers, with a model of its own.
     """
-    sizes = (cell.tp, cell.pp, cell.vpp, cell.ep, cell.etp, cell.cp)
+    sizes = (cell.tp, cell.pp, cell.vpp, cell.ep, cell.etp, cell.cp, cell.instances)
     if mpu.is_initialized() and _open_sizes[-1:] != [sizes]:
         mpu.destroy_model_parallel()
         _end_groups()
@@ -320,6 +363,7 @@ def opened(
             expert_model_parallel_size=cell.ep,
             expert_tensor_parallel_size=cell.etp,
             context_parallel_size=cell.cp,
+            num_distributed_optimizer_instances=cell.instances,
         )
         _open_sizes.append(sizes)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
@@ -359,7 +403,7 @@ def trained(trainer: Trainer, steps: int) -> Result | None:
         buckets=sum(
             len(b.buckets)
             for c in trainer.chunks
-            if not trainer.cell.fsdp
+            if not (trainer.cell.fsdp or trainer.cell.megatron_fsdp)
             for b in [*c.buffers, *c.expert_parallel_buffers]
         ),
     )

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -111,6 +112,8 @@ def initial(name: str, shape: tuple[int, ...]) -> Tensor:
 @torch.no_grad()
 def main_weight(parameter: nn.Parameter, optimizers: list[MegatronOptimizer]) -> Tensor:
     """The fp32 weight an optimizer keeps for a parameter, in the parameter's shape; the parameter if it keeps none."""
+    if hasattr(parameter, "orig_param"):
+        return whole_of_megatrons_fsdp(parameter)
     if owner := distributed(parameter, optimizers):
 
         def shard(span: slice) -> Tensor:
@@ -143,6 +146,8 @@ def _main_copy(parameter: nn.Parameter) -> Tensor:
 @torch.no_grad()
 def model_weight(parameter: Tensor, optimizers: list[MegatronOptimizer]) -> Tensor:
     """The weight of the model itself, in fp32 or wider."""
+    if hasattr(parameter, "orig_param"):
+        return whole_of_megatrons_fsdp(parameter)
     return _wide(_whole(parameter.detach())).clone()
 
 
@@ -158,6 +163,25 @@ def reduced_gradient(parameter: nn.Parameter, optimizers: list[MegatronOptimizer
 def _whole(values: Tensor) -> Tensor:
     """All ranks' rows under FSDP2."""
     return values.full_tensor() if isinstance(values, DTensor) else values
+
+
+def whole_of_megatrons_fsdp(parameter: Any) -> Tensor:
+    """A parameter of Megatron's own FSDP, put together from its ranks' rows in their order."""
+    local, shape = parameter._local_tensor.detach(), parameter.orig_param.shape
+    if not any(placement.is_shard() for placement in parameter.placements):
+        return _wide(local).clone().view(shape)
+    inner = mpu.get_data_parallel_rank(with_context_parallel=True, partial_data_parallel=True)
+    everyone = mpu.get_data_parallel_group(with_context_parallel=True)
+    ranks = dist.get_world_size(mpu.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True))
+    outer = dist.get_rank(everyone) // ranks
+    parts: list[tuple[int, int, Tensor]] = [(0, 0, local)] * dist.get_world_size(everyone)
+    dist.all_gather_object(parts, (inner, outer, local), group=everyone)
+    if sum(part.numel() for _, _, part in parts) > shape.numel():  # outer ranks have copies
+        parts = [part for part in parts if part[1] == outer]
+    # Inner ranks are cut first.
+    rows = [part.flatten() for _, _, part in sorted(parts, key=lambda part: part[:2])]
+    assert sum(map(torch.numel, rows)) == shape.numel(), (shape, [(i, o, part.shape) for i, o, part in parts])
+    return _wide(torch.cat(rows)).view(shape)
 
 
 def _wide(values: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from megatron_patches.arguments import add_flags, flags, given_options
 from megatron_patches.registry import NAMES, option_names, resolve
 
 STORE_TRUE = (
-    *("--optimizer-cuda-graph", "--use-megatron-fsdp"),
+    *("--optimizer-cuda-graph", "--use-custom-fsdp"),
     *("--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--reuse-grad-buf-for-mxfp8-param-ag"),
 )
 
@@ -29,8 +29,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--yaml-cfg", type=str, default=None)
     for flag in STORE_TRUE:
         made.add_argument(flag, action="store_true")
-    made.add_argument("--data-parallel-sharding-strategy", type=str, default="optim_grads_params")
-    made.add_argument("--outer-dp-sharding-strategy", type=str, default="no_shard")
     add_flags(made)
     return made
 
@@ -177,11 +175,9 @@ def test_wrong_values_end_before_anything_starts(
     ("given", "way_out"),
     [
         (STORE_TRUE[0], "leave it out"),
-        (STORE_TRUE[1], "use --use-torch-fsdp2 or --use-distributed-optimizer"),
+        (STORE_TRUE[1], "use --use-megatron-fsdp"),
         *((flag, "add --use-distributed-optimizer") for flag in STORE_TRUE[2:-1]),
         (STORE_TRUE[-1], "train with bf16"),
-        ("--data-parallel-sharding-strategy optim", "--use-distributed-optimizer"),
-        ("--outer-dp-sharding-strategy optim", "--use-distributed-optimizer"),
     ],
 )
 def test_flags_that_cannot_work_end_before_anything_starts(

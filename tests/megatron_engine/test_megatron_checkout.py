@@ -48,6 +48,11 @@ LAYOUTS = {
 }
 LAYOUTS["both"] = " ".join(LAYOUTS.values())
 FSDP2 = "--use-torch-fsdp2 --untie-embeddings-and-output-weights --ckpt-format torch_dist --no-load-rng".split()
+OWN_FSDP = """
+--use-megatron-fsdp --use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params
+--overlap-grad-reduce --overlap-param-gather --no-gradient-reduce-div-fusion --ckpt-format fsdp_dtensor --no-save-rng
+--no-load-rng
+""".split()
 RANKS = {"both": 4}
 IN_BOTH = ("ldadam", "mars-m")
 FLAGS = {
@@ -79,7 +84,7 @@ def pretrain(
     theirs = [str(STAND_IN), str(STAND_IN.parent)] if stand_in else []
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(lent), *theirs]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
-    if "--use-torch-fsdp2" in arguments:
+    if "--use-torch-fsdp2" in arguments or "--use-megatron-fsdp" in arguments:
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"  # Megatron demands more than the 1 that conftest sets.
     command = [sys.executable, "-m", "rankwise.launch.cli", "megatron", "--cpu", "--ranks", str(ranks)]
     if stand_in:
@@ -147,6 +152,17 @@ def test_runs_under_fsdp2_resume(checkout: Path, name: str, tmp_path: Path) -> N
         pytest.skip("this Megatron's wrapper cannot take a step")
     given = ["--optimizer", name, *FLAGS.get(name, "").split(), "--bf16", *FSDP2]
     first = pretrain(checkout, tmp_path, *given, "--save", "first")
+    second = pretrain(checkout, tmp_path, *given, "--save", "second", "--load", "first", "--ckpt-step", "10")
+    second[12] = (second[12][0], first[12][1], second[12][2])
+    assert second == {step: first[step] for step in range(11, STEPS + 1)}
+
+
+@pytest.mark.parametrize("name", (*IN_BOTH, "mkor"))
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)
+def test_runs_under_megatrons_fsdp_resume(checkout: Path, name: str, tmp_path: Path) -> None:
+    given = ["--optimizer", name, *FLAGS.get(name, "").split(), *OWN_FSDP]
+    first = pretrain(checkout, tmp_path, *given, "--save", "first")
+    assert list(first) == list(range(1, STEPS + 1))
     second = pretrain(checkout, tmp_path, *given, "--save", "second", "--load", "first", "--ckpt-step", "10")
     second[12] = (second[12][0], first[12][1], second[12][2])
     assert second == {step: first[step] for step in range(11, STEPS + 1)}

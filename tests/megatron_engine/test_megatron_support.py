@@ -50,12 +50,6 @@ def test_every_name_makes_a_config(name: str) -> None:
     assert RankwiseConfig(optimizer=name, lr=1e-3).optimizer == name
 
 
-def test_a_model_under_megatrons_fsdp_is_refused() -> None:
-    wrapper = type("FullyShardedDataParallel", (nn.Module,), {})
-    with pytest.raises(SupportError, match="the model is a FullyShardedDataParallel.* use --use-torch-fsdp2 or"):
-        get_megatron_optimizer(RankwiseConfig(optimizer="ldadam", lr=1e-3), [type("Theirs", (wrapper,), {})()])
-
-
 def test_experts_in_one_tensor_are_refused() -> None:
     model = nn.Sequential(type("GroupedMLP", (nn.Module,), {})())
     with pytest.raises(SupportError, match="--moe-grouped-gemm without .* with --optimizer mars-m.*one matrix; use"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,3 +52,18 @@ def test_nobody_makes_such_groups_otherwise(package: str) -> None:
         if isinstance(node, ast.keyword) and node.arg == "use_local_synchronization"
     ]
     assert found == (["local_groups.py"] if package == "rankwise" else [])
+
+
+def test_no_function_of_torch_keeps_the_default_group(tmp_path: Path) -> None:
+    """Also if rankwise is imported after the group was made: a process would abort at its end."""
+    code = f"""
+import torch.distributed as dist
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
+import rankwise
+rankwise.MARS
+from torch.distributed.nn import functional
+assert dist.group.WORLD is not None and functional.broadcast.__defaults__ == (None,), functional.broadcast.__defaults__
+dist.destroy_process_group()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -112,10 +112,10 @@ def check(pieces: list[tuple[Parameter, int, int]], band: int, graft: str, in_pl
 
 @pytest.fixture
 def short_tiles(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many tiles per run, at little cost."""
+    """Many tiles per run, of one row each."""
     from rankwise.sonew import cuda as sonew
 
-    monkeypatch.setattr(sonew, "shape_of", lambda band: (32 if band <= 2 else 64, 1))
+    monkeypatch.setattr(sonew, "shape_of", lambda band: (1, 1))
 
 
 CUTS = (0, 1, 3, 40, 40, 101, 102, 210)
@@ -148,8 +148,9 @@ def test_graft_norms(short_tiles: None, graft: str) -> None:
 def test_without_gather(short_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Triton 3.2, with scans in its place."""
     from rankwise.sonew import cuda as sonew
+    from rankwise.sonew import cuda_tiles
 
-    monkeypatch.setattr(sonew, "shifted", sonew._shifted_by_scan)
+    monkeypatch.setattr(sonew, "of_thread", cuda_tiles._of_thread_by_scan)
     parameter = Parameter((3, 11), 2, "row", torch.Generator().manual_seed(8))
     check([(parameter, 0, 33)], 2, "sgd", in_place=True)
 

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
@@ -26,11 +24,11 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import create_mask
 from torchtitan import trainer as trainers
 from torchtitan.components import metrics
-from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.distributed import fsdp
 from torchtitan.distributed import utils as distributed_utils
 from torchtitan.models.common.attention import FlexAttention
+
+from benchmarks.frameworks.titan_data import NoTokenizer, Rows
 
 __all__ = ["NoTokenizer", "Rows"]
 
@@ -91,56 +89,3 @@ for _kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti)
 distributed_utils.set_pg_timeouts = lambda **_: None
 # Two seconds at the end of every run.
 trainers.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
-
-
-class NoTokenizer(BaseTokenizer):
-    """The data are tokens already."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseTokenizer.Config):
-        pass
-
-    def __init__(self, config: Config, **kwargs: Any) -> None:
-        super().__init__()
-
-    def encode(self, *args: Any, **kwargs: Any) -> list[int]:
-        raise NotImplementedError
-
-    def decode(self, *args: Any, **kwargs: Any) -> str:
-        raise NotImplementedError
-
-    def get_vocab_size(self) -> int:
-        raise NotImplementedError
-
-
-class Rows(BaseDataLoader):
-    """One endless list of rows, of which a step takes the same ones on any number of ranks and micro-batches."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseDataLoader.Config):
-        vocabulary: int = 64
-
-    def __init__(
-        self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **kwargs: Any
-    ) -> None:
-        self._vocabulary, self._length = config.vocabulary, seq_len
-        self._ranks, self._rank, self._count = dp_world_size, dp_rank, local_batch_size
-        self._taken = 0
-
-    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        while True:
-            first = self._taken + self._rank * self._count
-            self._taken += self._ranks * self._count
-            rows = torch.stack([self._row(number) for number in range(first, first + self._count)])
-            positions = torch.arange(self._length).repeat(self._count, 1)
-            yield {"input": rows[:, :-1].contiguous(), "positions": positions}, rows[:, 1:].contiguous()
-
-    def _row(self, number: int) -> Tensor:
-        generator = torch.Generator().manual_seed(number)
-        return torch.randint(0, self._vocabulary, (self._length + 1,), generator=generator)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"taken": self._taken}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._taken = state_dict["taken"]

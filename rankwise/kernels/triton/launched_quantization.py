@@ -22,6 +22,7 @@ from rankwise.kernels.triton.codes import (
     opened,
     put_exponents,
     roots_of,
+    seeds_of,
     store,
 )
 from rankwise.kernels.triton.codes import exponents_of as _exponents_of
@@ -115,7 +116,7 @@ def _inside(row: tl.tensor, start: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
     """Return the lanes of a tile, and which lanes and which blocks the run has."""
     lanes, length = lanes_of(LANES), tl.load(row + _LENGTH)
     places = start + lanes
-    return lanes, (places >= 0) & (places < length), blocks_inside(start, length, LANES)
+    return lanes, (places >= 0) & (places < length), blocks_inside(start, length, lanes)
 
 
 @jit
@@ -130,7 +131,7 @@ def _decode(
 ) -> None:
     lanes, inside, blocks = _inside(row, start, LANES)
     codes, exponents = place_of(row, 1, start, FAST, ELEMENT), exponents_at(row, _AT, block)
-    value = opened(codes, exponents, blocks, lanes, inside, LANES, FAST, ELEMENT, _AT)
+    value = opened(codes, exponents, blocks, lanes, inside, FAST, ELEMENT, _AT)
     if ADD:
         value = read(place_of(row, 0, start, FAST), lanes, inside, FAST) + value
     write(place_of(row, 2, start, FAST), value, lanes, inside, FAST)
@@ -165,7 +166,7 @@ def _exponents_kernel(
     lanes, inside, blocks = _inside(row, start, LANES)
     roots = roots_of(read(place_of(row, 0, start, False), lanes, inside, False), ELEMENT)
     at = found + tl.load(row + _BASE) + block
-    put_exponents(at, _exponents_of(roots, ELEMENT, LANES), blocks, LANES)
+    put_exponents(at, _exponents_of(roots, ELEMENT), blocks, lanes)
 
 
 @jit
@@ -183,10 +184,11 @@ def _encode(
 ) -> None:
     lanes, inside, blocks = _inside(row, start, LANES)
     codes, exponents = place_of(row, 1, start, FAST, ELEMENT), exponents_at(row, _AT, block)
-    noise = noise_of(row, _AT, count, start, lanes, RANDOM)
+    low, here, above = seeds_of(row, _AT, count, start, RANDOM)
+    noise = noise_of(low, here, above, lanes, RANDOM)
     value = read(place_of(row, 0, start, FAST), lanes, inside, FAST)
     # fmt: off
-    store(codes, exponents, blocks, value, lanes, inside, noise, LANES, FAST, ELEMENT, _AT, RANDOM, GIVEN, given)
+    store(codes, exponents, blocks, value, lanes, inside, noise, FAST, ELEMENT, _AT, RANDOM, GIVEN, given)
     # fmt: on
 
 

@@ -14,24 +14,16 @@ from rankwise.kernels.triton.codes import EXTRAS
 from rankwise.kernels.triton.language import CODES, ELEMENTS, count_of
 from rankwise.kernels.triton.segments import Runs, addresses
 
-__all__ = ["PassFields", "are_alike"]
+__all__ = ["PassFields"]
 
 _STATES = ("exp_avg", "exp_avg_sq", "reference")
-
-
-def are_alike(fields: Mapping[str, Field]) -> bool:
-    """Whether one launch takes the narrow fields: their runs begin with blocks, and any noise is that of one step."""
-    narrow = [field for field in fields.values() if isinstance(field, LowPrecisionRuns)]
-    steps = [field.step for field in narrow if field.step is not None]
-    same = all(step is steps[0] or (type(step) is type(steps[0]) is int and step == steps[0]) for step in steps)
-    return same and not any(first % BLOCK for field in narrow for first in field.firsts)
 
 
 class PassFields:
     """Tables and constants of a launch.
 
     Args:
-        fields: Lists in the kernel's order, which :func:`are_alike` accepts.
+        fields: Lists in the kernel's order; noise of several is that of one step.
         tile: Elements per program.
         narrow: Lists of tensors that may be narrower than fp32.
 
@@ -42,7 +34,8 @@ class PassFields:
         constants: Compile-time arguments that describe the states to the kernel.
 
     Raises:
-        ValueError: The lists do not fit together, or a tensor has a type that the kernel does not take.
+        ValueError: The lists do not fit together, a tensor has a type that the kernel does not take, or a run of codes
+            begins within a block.
     """
 
     def __init__(self, fields: Mapping[str, Field], tile: int, narrow: Collection[str]) -> None:
@@ -63,6 +56,8 @@ class PassFields:
             places[name], random[name] = len(fields) + 1 + len(columns), field.step is not None
             step = step if field.step is None else field.step
             coded = is_coded(field.dtype)
+            if coded and any(first % BLOCK for first in field.firsts):
+                raise ValueError(f"runs of codes must begin with a block of {BLOCK} elements, got {field.firsts}")
             columns += (
                 addresses(field.exponents, torch.int8) if coded else [0] * len(field),
                 field.firsts,

@@ -26,7 +26,6 @@ from rankwise.kernels.triton.language import ceil_div, jit, launch
 from rankwise.kernels.triton.tables import KEPT_TABLES, Row, Table, table_here
 
 __all__ = [
-    "WIDTH",
     "Extras",
     "PlannedColumns",
     "Runs",
@@ -42,9 +41,6 @@ __all__ = [
     "wide",
     "write",
 ]
-
-WIDTH: tl.constexpr = tl.constexpr(4)
-"""Number of neighbouring elements that a thread takes."""
 
 _KEPT_TILINGS = 256
 _SUM_BLOCK = 1024
@@ -180,6 +176,7 @@ class Runs:
         tile: Elements per program.
         extras: Lists of further integers, one per run; or the plan that computes them.
         types: Types of the fields; None: all are fp32.
+        reach: Elements over which each run's tiles go, where they begin before the run; None: its length.
 
     Attributes:
         table: (runs, fields + 1 + extras) int64: addresses, length, extras.
@@ -199,6 +196,7 @@ class Runs:
         tile: int,
         extras: Sequence[Sequence[int]] | Extras = (),
         types: Sequence[torch.dtype] | None = None,
+        reach: Row | None = None,
     ) -> None:
         lengths = lengths_of(fields[0])
         for field in fields[1:]:
@@ -215,7 +213,7 @@ class Runs:
             self.table = table_here(tuple(chain.from_iterable(rows)), self.device)
         else:
             self.table = planned_table(planned, further, self.device).here()
-        tiles = tiles_of(lengths, tile, self.device)
+        tiles = tiles_of(lengths if reach is None else reach, tile, self.device)
         self.tiles, self.bounds, self.count = tiles.rows, tiles.bounds, tiles.count
 
     def partial_sums(self, quantities: int) -> Tensor:
@@ -261,8 +259,9 @@ def lanes_of(LANES: tl.constexpr) -> tl.tensor:
     """Return the places of a tile, (LANES / 4, 4): a thread takes four neighbours, 16 bytes in fp32, of every field.
 
     In one dimension it would take 16 bytes of the narrowest field, and its accesses to wider fields would be scattered.
+    With eight neighbours of each field, what is narrow and what is wide moves between threads.
     """
-    return tl.arange(0, LANES // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    return tl.arange(0, LANES // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
 
 
 @jit

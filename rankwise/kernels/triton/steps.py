@@ -11,12 +11,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from rankwise.kernels.low_precision_runs import BLOCK, LowPrecisionRuns
-from rankwise.kernels.opened_passes import norms_with_opened, run_opened
+from rankwise.kernels.low_precision_runs import BLOCK
 from rankwise.kernels.passes import Field, Pass, Rule, Tensors
-from rankwise.kernels.triton.codes import blocks_inside, exponents_at, noise_of, opened, store
+from rankwise.kernels.triton.codes import blocks_inside, exponents_at, noise_of, opened, seeds_of, store
 from rankwise.kernels.triton.language import device_scalar, jit, launch
-from rankwise.kernels.triton.pass_fields import PassFields, are_alike
+from rankwise.kernels.triton.pass_fields import PassFields
 from rankwise.kernels.triton.segments import Runs, lanes_of, moved, place_of, read, run_sums, wide, write
 from rankwise.updates.adamw import Scalar
 
@@ -41,9 +40,6 @@ def run(update: Pass, scale: float = 1.0) -> None:
     Raises:
         ValueError: A tensor is of another kind, or the lists do not fit together.
     """
-    if not are_alike(update.fields):
-        run_opened(update, run)
-        return
     scalars, fields = update.scalars, PassFields(update.fields, TILES * PASS_TILE, ("grad", "reference"))
     runs = fields.runs
     own_scale, root = update.corrections() if update.rule == "adamw" else (scale, 1.0)
@@ -101,8 +97,6 @@ def squared_norms(tensors: Tensors, references: Field | None, k: float) -> Tenso
     lists: dict[str, Field] = {"grad": tensors}
     if references is not None:
         lists["reference"] = references
-    if isinstance(references, LowPrecisionRuns) and not are_alike(lists):
-        return norms_with_opened(tensors, references, k, squared_norms)
     fields = PassFields(lists, TILE, ("reference",))
     runs = fields.runs
     partials = runs.partial_sums(1)
@@ -199,11 +193,11 @@ def _norm_tile(
     FAST: tl.constexpr,
 ) -> None:
     lanes = lanes_of(BLOCK)
-    inside, blocks = start + lanes < length, blocks_inside(start, length, BLOCK)
+    inside, blocks = start + lanes < length, blocks_inside(start, length, lanes)
     value = read(place_of(row, 0, start, FAST), lanes, inside, FAST)
     if FIELDS == 2:
         codes, exponents = place_of(row, 1, start, FAST, REFERENCE), exponents_at(row, REFERENCE_AT, start // _SHARED)
-        value += k * (value - opened(codes, exponents, blocks, lanes, inside, BLOCK, FAST, REFERENCE, REFERENCE_AT))
+        value += k * (value - opened(codes, exponents, blocks, lanes, inside, FAST, REFERENCE, REFERENCE_AT))
     value = value.to(tl.float64)
     tl.store(partial, tl.sum(tl.sum(value * value, axis=1), axis=0))
 
@@ -311,28 +305,31 @@ def _update_tiles(
     exponents1 = exponents_at(row, EXP_AVG_AT, first_block)
     exponents2 = exponents_at(row, EXP_AVG_SQ_AT, first_block)
     exponents3 = exponents_at(row, REFERENCE_AT, first_block)
+    low1, here1, above1 = seeds_of(row, EXP_AVG_AT, count, start, EXP_AVG_RANDOM)
+    low2, here2, above2 = seeds_of(row, EXP_AVG_SQ_AT, count, start, EXP_AVG_SQ_RANDOM)
+    low3, here3, above3 = seeds_of(row, REFERENCE_AT, count, start, REFERENCE_RANDOM)
     end = tl.minimum(length - start, TILES * BLOCK).to(tl.int32)
     for offset in range(0, end, BLOCK):
         here = start + offset
-        inside, blocks, block = here + lanes < length, blocks_inside(here, length, BLOCK), offset // _SHARED
+        inside, blocks, block = here + lanes < length, blocks_inside(here, length, lanes), offset // _SHARED
         # Everything is read before anything is written, so that no load waits behind a store.
         value = read(moved(grads, offset, FAST), lanes, inside, FAST).to(tl.float32)
         if CORRECT:
             grad = value
-            reference = opened(moved(references, offset, FAST), exponents3 + block, blocks, lanes, inside, BLOCK, FAST,
+            reference = opened(moved(references, offset, FAST), exponents3 + block, blocks, lanes, inside, FAST,
                                REFERENCE, REFERENCE_AT)
             value += k * (value - reference)
         if RULE != 3:
-            momentum = opened(moved(momenta, offset, FAST), exponents1 + block, blocks, lanes, inside, BLOCK, FAST,
+            momentum = opened(moved(momenta, offset, FAST), exponents1 + block, blocks, lanes, inside, FAST,
                               EXP_AVG, EXP_AVG_AT)
         if RULE >= 1 and RULE <= 3:
             weight = read(moved(weights, offset, FAST), lanes, inside, FAST)
         if RULE == 2:
-            second = opened(moved(seconds, offset, FAST), exponents2 + block, blocks, lanes, inside, BLOCK, FAST,
+            second = opened(moved(seconds, offset, FAST), exponents2 + block, blocks, lanes, inside, FAST,
                             EXP_AVG_SQ, EXP_AVG_SQ_AT)
         if CORRECT and ADVANCE:
-            noise = noise_of(row, REFERENCE_AT, count, here, lanes, REFERENCE_RANDOM)
-            store(moved(references, offset, FAST), exponents3 + block, blocks, grad, lanes, inside, noise, BLOCK, FAST,
+            noise = noise_of(low3, here3, above3, offset + lanes, REFERENCE_RANDOM)
+            store(moved(references, offset, FAST), exponents3 + block, blocks, grad, lanes, inside, noise, FAST,
                   REFERENCE, REFERENCE_AT, REFERENCE_RANDOM)
         if RULE == 3:
             direction = value
@@ -343,8 +340,8 @@ def _update_tiles(
             if SCALED:
                 value = value * factor
             momentum = beta1 * momentum + share1 * value
-            noise = noise_of(row, EXP_AVG_AT, count, here, lanes, EXP_AVG_RANDOM)
-            store(moved(momenta, offset, FAST), exponents1 + block, blocks, momentum, lanes, inside, noise, BLOCK, FAST,
+            noise = noise_of(low1, here1, above1, offset + lanes, EXP_AVG_RANDOM)
+            store(moved(momenta, offset, FAST), exponents1 + block, blocks, momentum, lanes, inside, noise, FAST,
                   EXP_AVG, EXP_AVG_AT, EXP_AVG_RANDOM)
             if RULE == 1 or RULE == 4:
                 # A share of 0 leaves the momentum as it is; 0 times an infinite difference would be NaN.
@@ -354,9 +351,9 @@ def _update_tiles(
                 value = rate * ((momentum > 0.0).to(tl.float32) - (momentum < 0.0).to(tl.float32))
             if RULE == 2:
                 second = beta2 * second + share2 * value * value
-                noise = noise_of(row, EXP_AVG_SQ_AT, count, here, lanes, EXP_AVG_SQ_RANDOM)
-                store(moved(seconds, offset, FAST), exponents2 + block, blocks, second, lanes, inside, noise, BLOCK,
-                      FAST, EXP_AVG_SQ, EXP_AVG_SQ_AT, EXP_AVG_SQ_RANDOM)
+                noise = noise_of(low2, here2, above2, offset + lanes, EXP_AVG_SQ_RANDOM)
+                store(moved(seconds, offset, FAST), exponents2 + block, blocks, second, lanes, inside, noise, FAST,
+                      EXP_AVG_SQ, EXP_AVG_SQ_AT, EXP_AVG_SQ_RANDOM)
                 # The root is rounded correctly, because the fast one flushes denormal second moments to zero.
                 value = rate * tl.div_rn(momentum, tl.sqrt_rn(second) * root_scale + eps)
         if RULE == 4:
