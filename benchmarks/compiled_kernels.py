@@ -53,14 +53,18 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
 
 
-def recorded(call: Callable[[], Any]) -> list[Launch]:
-    """The launches of a call, none of which takes place."""
+def recorded(call: Callable[[], Any], target: str = "sm_90") -> list[Launch]:
+    """The launches of a call on a target's device, none of which takes place."""
+    from rankwise.kernels.triton import symmetric_newton_schulz
+
     launches: list[Launch] = []
 
     def record(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **constants: Any) -> None:
         launches.append(Launch(kernel, arguments, constants))
 
     with ExitStack() as stack:
+        described = mock.patch.object(symmetric_newton_schulz, "_has_descriptors", lambda device: target == "sm_90")
+        stack.enter_context(described)
         for module in kernel_modules():
             if hasattr(module, "launch"):
                 stack.enter_context(mock.patch.object(module, "launch", record))
@@ -69,6 +73,8 @@ def recorded(call: Callable[[], Any]) -> list[Launch]:
 
 
 def _type(value: Any) -> str:
+    if hasattr(value, "block_shape"):
+        return f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape}>"
     if isinstance(value, torch.Tensor):
         return "*" + TYPES[value.dtype]
     return "fp32" if isinstance(value, float) else "i32" if abs(value) < 2**31 else "i64"
@@ -85,8 +91,6 @@ def compiled(launch: Launch, target: str = "sm_90") -> Any:
     from triton.compiler import ASTSource, compile
 
     kernel, arguments, constants = launch
-    if TARGETS[target][0] == "hip" and constants.get("PRECISION") == "tf32x3":
-        constants = {**constants, "PRECISION": "ieee"}  # as is chosen where tensor cores know no TF32
     names = kernel.arg_names
     values = {**dict(zip(names, arguments, strict=False)), **constants}
     fixed = {param.name for param in kernel.params if param.is_constexpr}
@@ -172,7 +176,7 @@ def measured(cases: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> It
     for call, arguments in cases:
         for target in TARGETS:
             seen: dict[str, int] = {}
-            for launch in recorded(partial(call, *arguments)):
+            for launch in recorded(partial(call, *arguments), target):
                 name = launch.kernel.fn.__name__
                 seen[name] = seen.get(name, 0) + 1
                 found = resources(compiled(launch, target), target)
@@ -311,11 +315,14 @@ def narrow_sonew(band: int, second: torch.dtype = torch.bfloat16) -> None:
 
 
 def newton_schulz(dtype: torch.dtype) -> None:
-    from rankwise.kernels.triton.symmetric_newton_schulz import symmetric_polynomial, symmetric_product
+    from rankwise.kernels.triton.symmetric_newton_schulz import symmetric_polynomial, symmetric_product, symmetric_step
 
     x = torch.zeros(2, 64, 64, dtype=dtype)
     symmetric_product(x)
+    symmetric_product(x.mT)
     symmetric_polynomial(x, 1.0, 2.0)
+    symmetric_step(x, torch.zeros_like(x), x, 2.0)
+    symmetric_product(torch.zeros(2, 48, 36, dtype=dtype))
 
 
 def orthogonal_steps(product: torch.dtype, rows: int, columns: int) -> None:
@@ -344,20 +351,14 @@ def preconditioning(dtype: torch.dtype, bias: bool, in_fp32: bool) -> None:
         together.preconditioned([found], dtype, True)
 
 
-def moments() -> None:
-    from rankwise.ldadam.cuda.low_rank_moments import low_rank_moments
-
-    for step in (1, 2, torch.tensor([2, 3])):
-        low_rank_moments(*torch.zeros(4, 2, 64, 64), step, (0.9, 0.99), 1e-8, True)
-
-
 def low_rank_step(right: bool, side: int = 8) -> None:
     from rankwise.ldadam.cuda.low_rank_step import Factors, low_rank_step_
 
-    part = [Factors(0, torch.zeros(side, 4), torch.zeros(4, side), torch.zeros(4, side))]
+    part = [Factors(0, torch.zeros(side, 16), torch.zeros(16, side), torch.zeros(16, side))]
     weight, source = torch.zeros(2, side * side)
     errors = [torch.zeros(side * side, dtype=torch.bfloat16)]
-    low_rank_step_([weight], part, [source], errors, cols=side, right=right, lr=0.1, weight_decay=0.1)
+    settings: dict[str, Any] = {"cols": side, "right": right, "lr": 0.1, "weight_decay": 0.1}
+    low_rank_step_([weight], part, [source], errors, **settings)
 
 
 def narrow(dtype: torch.dtype, length: int = 4096) -> Any:
@@ -389,17 +390,22 @@ def quantization(dtype: torch.dtype) -> None:
 
 
 def low_rank_matrices(rank: int) -> None:
-    from rankwise.ldadam.cuda.grouped_moments import advance_moments_
-    from rankwise.ldadam.cuda.grouped_products import Operand, grouped_product_, keep_, places_of
+    """Of halves, turned or not, and of float32."""
+    from rankwise.ldadam.cuda.grouped_products import Operand, grouped_product_, keep_, operand_of, places_of
+    from rankwise.ldadam.cuda.halves import in_halves, write_halves_
+    from rankwise.ldadam.cuda.low_rank_moments import advance_moments_
 
-    stack = torch.zeros(2, rank, 256)
-    for strides, scales in (((256, 1), None), ((1, 256), torch.ones(2, rank))):
-        operand = Operand(places_of(stack), strides)
-        grouped_product_(torch.zeros(2, rank, rank), operand, operand.turned, 256, scales=scales, precision="tf32x3")
+    stack, square = torch.zeros(2, rank, 256), torch.zeros(2, rank, rank)
+    halves = in_halves(list(stack))
+    write_halves_(list(stack), halves, list(stack))
+    for strides in ((256, 1), (1, 256)):
+        operand = operand_of(halves * 32, strides)
+        grouped_product_(torch.zeros(64, 256, 256), operand, operand.turned, 256)
+    whole = Operand(places_of(stack), (256, 1))
+    grouped_product_(square, whole, whole.turned, 256)
     keep_(stack, places_of(stack), torch.zeros(2, dtype=torch.bool))
     settings: dict[str, Any] = {"step": 2, "betas": (0.9, 0.99), "eps": 1e-8, "error_feedback": True}
-    rotation = torch.zeros(2, rank, rank)
-    advance_moments_(stack, rotation, list(stack), list(stack), precision="tf32x3", **settings)
+    advance_moments_(stack, square, list(stack), list(stack), **settings)
 
 
 CALLS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
@@ -424,7 +430,6 @@ CALLS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     (preconditioning, (torch.bfloat16, False, False)),
     (preconditioning, (torch.bfloat16, True, True)),
     (step_of_products, (torch.bfloat16,)),
-    (moments, ()),
     (low_rank_step, (False,)),
     (low_rank_step, (False, 16)),
     (low_rank_matrices, (256,)),

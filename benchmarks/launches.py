@@ -32,7 +32,7 @@ class Counts:
         waits: Places where the host waits for the device, by what they are.
         bytes: Read and written.
         product_bytes: Those of matrix products among them.
-        flops: Flops of products, by what multiplies: "bfloat16", "float32", or "tf32x3", tensor cores in three parts.
+        flops: Flops of products, by what multiplies: "bfloat16", "float32", or "bf16x3", halves in bfloat16.
     """
 
     kernels: Counter[str] = field(default_factory=Counter)
@@ -73,9 +73,8 @@ class Records:
         name = kernel.fn.__name__
         self.to.kernels[name] += 1
         by_name = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
-        moved = sum(
-            bytes_of(value) for value in arguments if isinstance(value, Tensor) and id(value) not in self.tables
-        )
+        tensors = {id(value): value for value in arguments if isinstance(value, Tensor)}
+        moved = sum(bytes_of(value) for key, value in tensors.items() if key not in self.tables)
         table = next((self.tables[id(value)] for value in arguments if id(value) in self.tables), ())
         moved += _of_runs(name, table, by_name)
         self.to.bytes += moved
@@ -93,14 +92,15 @@ def _flops(name: str, grid: tuple[int, ...], table: Sequence[int], given: dict[s
     """FLOP of the products of a kernel, by their type."""
     if name == "_symmetric_kernel":
         # Half of a product: the tiles above the diagonal are mirrored.
-        return Counter({multiplier(given["x"].dtype): grid[2] * given["rows"] ** 2 * given["columns"]})
+        return Counter({multiplier(given["x"].dtype): grid[1] * given["rows"] ** 2 * given["columns"]})
     if name == "_grouped_product_kernel":
-        return Counter(tf32x3=grid[2] * 2 * given["rows"] * given["columns"] * given["depth"])
+        kind = "bf16x3" if given["HALVED"] else "float32"
+        return Counter({kind: grid[2] * 2 * given["rows"] * given["columns"] * given["depth"]})
     if name == "_step_kernel":
-        return Counter(float32=sum(table[6::8]) * 2 * given["rank"] * (2 if given["FEEDBACK"] else 1))
-    if name == "_moments_in_place_kernel":
+        return Counter(bf16x3=sum(table[6::8]) * 2 * given["rank"] * (2 if given["FEEDBACK"] else 1))
+    if name == "_moments_kernel":
         # The rotated first and second moment.
-        return Counter(tf32x3=len(table) // 2 * 4 * given["rank"] ** 2 * given["length"])
+        return Counter(bf16x3=len(table) // 2 * 4 * given["rank"] ** 2 * given["length"])
     return Counter()
 
 
@@ -150,10 +150,13 @@ def _of_runs(name: str, table: Sequence[int], given: dict[str, Any]) -> int:
         return int(sum(table[3::8]) * (4 + 1 / given["BLOCK"] if wide is None else wide + codes))
     if name == "_grouped_product_kernel":
         rows, columns, depth = given["rows"], given["columns"], given["depth"]
-        operands = rows * depth if given["SCALED"] else (rows + columns) * depth
+        operands = (rows + columns) * depth
         return 4 * len(table) // 4 * (operands + rows * columns * (2 if given["ADDED"] else 1))
-    if name == "_moments_in_place_kernel":
-        return 4 * len(table) // 2 * 4 * given["rank"] * given["length"]
+    if name == "_moments_kernel":
+        # The moments, read and written; what is an argument counts by itself.
+        return 8 * len(table) * given["rank"] * given["length"]
+    if name == "_halves_kernel":
+        return (16 if given["ADDED"] else 8) * sum(table[2 + given["ADDED"] :: 3 + given["ADDED"]])
     if name in ("_measure_kernel", "_move_kernel"):
         size = given["ELEMENT"].primitive_bitwidth // 8
         passes = 1 if name == "_measure_kernel" else 2

@@ -43,9 +43,14 @@ def _products(place: Place, shape: tuple[int, int, int]) -> Found:
     if not place.on_cuda:
         raise Skipped("the symmetric kernel needs a CUDA device")
     from rankwise.kernels.triton.chosen_products import Shape, by_shape
-    from rankwise.kernels.triton.symmetric_newton_schulz import newton_schulz, symmetric_polynomial, symmetric_product
+    from rankwise.kernels.triton.symmetric_newton_schulz import (
+        newton_schulz,
+        symmetric_polynomial,
+        symmetric_product,
+        symmetric_step,
+    )
     from rankwise.updates.newton_schulz import newton_schulz as plain
-    from rankwise.updates.polynomial_steps import PLAIN
+    from rankwise.updates.polynomial_steps import LONG, PLAIN, operations
 
     batch, m, n = shape
     x = torch.randn(batch, m, n, device=place.device, dtype=torch.bfloat16) / math.sqrt(n)
@@ -61,6 +66,10 @@ def _products(place: Place, shape: tuple[int, int, int]) -> Found:
     matrix = torch.randn(batch, m, n, device=place.device)
     ours = place.seconds(lambda: newton_schulz(matrix, 5, torch.bfloat16, timed=True), 5)
     theirs = place.seconds(lambda: plain(matrix, 5, torch.bfloat16), 5)
+    on_gram = place.seconds(lambda: newton_schulz(matrix, 5, torch.float16, timed=True), 5)
+    half = gram.half()
+    step = place.seconds(lambda: symmetric_step(half, half, half, 3.4))
+    whole_step = place.seconds(lambda: PLAIN.step(half, half, half, 3.4))
     square, cube = 2.0 * batch * m * m * n, 2.0 * batch * m**3
     done = (square / 2, square, cube / 2, cube, square)
     names = ("symmetric product", "library product", "symmetric polynomial", "library polynomial", "last product")
@@ -76,6 +85,13 @@ def _products(place: Place, shape: tuple[int, int, int]) -> Found:
     taken = times[0 if by_shape(Shape("square", batch, m, n, False, x.dtype, x.device)) else 1]
     figures.append(Figure("square that the shape decides for, over the best", taken / min(times[:2]), "x", 1.0, 1.1))
     figures.append(Figure("newton-schulz over its products", ours / best, "x", 0.9, 1.3, goal=1.15))
+    figures.append(Figure("symmetric step in float16", cube / 2 / step / 1e12, "TFLOP/s done", low, high))
+    figures.append(Figure("symmetric step in float16", whole_step / step, "x the library's speed"))
+    # Long matrices: on Gram matrices two thirds of the work at 4096 x 11008.
+    on_x, on_r = (operations(m, n, 5, 0.5, way) for way in (False, True))
+    expected = (on_r if n >= LONG * m else on_x) / on_x
+    ends = (0.8 * expected, 1.25 * expected) if place.peaks is not None else (None, None)
+    figures.append(Figure("newton-schulz in float16 over bfloat16", on_gram / ours, "x", *ends, goal=expected))
     figures.append(Figure("newton-schulz of the library over its products", theirs / best, "x"))
     return Found(figures)
 
@@ -103,9 +119,12 @@ def _cholesky(place: Place, batch: int, rank: int) -> Found:
     lower = torch.linalg.cholesky(gram)
     columns = torch.randn(batch, rank, 64 if place.tiny else 11008, device=place.device)
     solve = place.seconds(lambda: torch.linalg.solve_triangular(lower, columns, upper=False))
+    identity = torch.eye(rank, device=place.device).expand_as(lower)
+    inverse = place.seconds(lambda: torch.linalg.solve_triangular(lower, identity, upper=False))
     known = place.peaks is not None
     return Found(
         [
+            Figure("triangular inverse", inverse / batch * 1e6, "us a matrix", None, 300 if known else None),
             Figure("cholesky", factor / batch * 1e6, "us a matrix", None, 400 if known else None),
             Figure("triangular solve", solve / batch * 1e6, "us a matrix", None, 800 if known else None),
         ]

@@ -98,6 +98,8 @@ def cases(place: Place) -> Iterator[tuple[str, Case]]:
     for rank in (8, 16) if place.tiny else (16, 64, 256, 512):
         yield f"low-rank step, rank {rank}", Case(lambda rank=rank: _low_rank_step(maker, shape, rank), 0.6)
         yield f"low-rank projection, rank {rank}", Case(lambda rank=rank: _projection(maker, shape, rank), 0.6)
+        yield f"low-rank moments, rank {rank}", Case(lambda rank=rank: _moments(maker, shape, rank), 0.4)
+    yield "gradient added and halved", Case(lambda: _halves(maker))
     for rule in ("adamw", "lion", "momentum"):
         yield f"{rule}, states int8", Case(lambda rule=rule: _narrow_update(maker, rule))
     for band in (0, 1, 4):
@@ -222,10 +224,31 @@ def _add_decoded(maker: _Maker) -> Call:
 
 
 def _projection(maker: _Maker, shape: tuple[int, int], rank: int) -> Call:
-    from rankwise.ldadam.cuda.grouped_products import Operand, grouped_product_, places_of
+    from rankwise.ldadam.cuda.grouped_products import grouped_product_, operand_of
+    from rankwise.ldadam.cuda.halves import empty_halves
 
     short, long = shape
-    basis, matrix = maker.randn(1, short, rank), maker.randn(1, short, long)
+    halves = [
+        [half.normal_() for half in empty_halves([size], maker.device)] for size in ((short, rank), (short, long))
+    ]
     out = torch.empty(1, rank, long, device=maker.device)
-    left, right = Operand(places_of(basis), (rank, 1)).turned, Operand(places_of(matrix), (long, 1))
-    return lambda: (basis, matrix, grouped_product_(out, left, right, short, precision="tf32x3"))
+    left, right = operand_of(halves[0], (rank, 1)).turned, operand_of(halves[1], (long, 1))
+    return lambda: (halves, grouped_product_(out, left, right, short))
+
+
+def _halves(maker: _Maker) -> Call:
+    """The pass that forms LDAdam's ``C`` and its halves."""
+    from rankwise.ldadam.cuda.halves import empty_halves, write_halves_
+
+    sources, added = maker.runs(0), maker.runs(0)
+    halves = empty_halves([run.shape for run in sources], maker.device)
+    return lambda: write_halves_(sources, halves, added)
+
+
+def _moments(maker: _Maker, shape: tuple[int, int], rank: int) -> Call:
+    from rankwise.ldadam.cuda.low_rank_moments import advance_moments_
+
+    (first, second), projected = maker.randn(2, rank, shape[1]).abs(), maker.randn(1, rank, shape[1])
+    rotation = torch.eye(rank, device=maker.device)[None].contiguous()
+    settings: dict[str, Any] = {"step": 5, "betas": (0.9, 0.99), "eps": 1e-8, "error_feedback": True}
+    return lambda: advance_moments_(projected, rotation, [first], [second], **settings)

@@ -25,8 +25,8 @@ class Peaks(NamedTuple):
     source: str
 
     def rate(self, kind: str) -> float:
-        """FLOP a second of products of a kind: "bfloat16", "float32", or "tf32x3", which multiplies three times."""
-        return {"bfloat16": self.bfloat16, "float32": self.float32, "tf32x3": self.tf32 / 3}[kind]
+        """FLOP a second of products of a kind: "bfloat16", "float32", or "bf16x3", three products of halves."""
+        return {"bfloat16": self.bfloat16, "float32": self.float32, "bf16x3": self.bfloat16 / 3}[kind]
 
 
 _A100 = "NVIDIA A100 datasheet, 2021-06"

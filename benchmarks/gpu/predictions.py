@@ -13,7 +13,7 @@ __all__ = ["GOALS", "MEMORY", "PRODUCTS", "counted_step", "seconds_of_step"]
 MEMORY = (0.7, 1.0)
 """Shares of the peak bandwidth that a kernel bound by memory reaches: an H200 copies at 0.88 to 0.90 of it."""
 
-PRODUCTS = {"bfloat16": (0.3, 0.85), "float32": (0.5, 0.95), "tf32x3": (0.25, 0.85)}
+PRODUCTS = {"bfloat16": (0.3, 0.85), "float32": (0.5, 0.95), "bf16x3": (0.25, 0.85)}
 """Shares of the peak that products reach, by what multiplies: cuBLAS at 8192 reaches 0.8 of an H200's bfloat16."""
 
 _LAUNCH = 12e-6  # Seconds for each launch and operation that the device waits at most.
@@ -25,7 +25,9 @@ GOALS = {
     "SONew, band 4": 2.8,
     "SONew, tridiagonal, states int8": 1.2,
     "MARS-AdamW, states int8": 1.0,
-    "LDAdam, rank 256": 2.5,
+    "LDAdam, rank 16": 2.0,
+    "LDAdam, rank 256": 3.0,
+    "MARS-M": 12.2,
     "MKOR": 1.7,
 }
 """Most that a step may take over fused AdamW's, for the bytes and products that each must have."""

@@ -20,6 +20,7 @@ from rankwise.kernels.native import compiled_quantization
 from rankwise.kernels.orthogonal_step import OrthogonalStep
 from rankwise.kernels.product_types import multiplies_bfloat16
 from rankwise.updates.newton_schulz import newton_schulz
+from rankwise.updates.polynomial_steps import LONG
 
 __all__ = [
     "FORMS",
@@ -28,6 +29,7 @@ __all__ = [
     "is_for_cpus",
     "kernels_for",
     "newton_schulz_for",
+    "orthogonal_product_for",
     "orthogonal_steps_for",
     "product_dtype_for",
     "quantization_for",
@@ -91,6 +93,19 @@ def orthogonal_steps_for(
     if not takes(dtype, product):
         return None
     return partial(orthogonal_steps_, product=product, timed=timed and _are_timed())
+
+
+def orthogonal_product_for(
+    device: torch.device, product: torch.dtype, rows: int | None = None, columns: int | None = None
+) -> torch.dtype:
+    """Return the type in which matrices of a shape are orthogonalised where nobody has chosen one.
+
+    GPUs multiply float16 as fast as bfloat16. It has the digits that Gram matrices need, on which long matrices take
+    less work. ``product`` is what :func:`product_dtype_for` returns; without a shape matrices are long.
+    """
+    is_long = rows is None or columns is None or max(rows, columns) >= LONG * min(rows, columns)
+    gains = is_long and device.type in ("cuda", "meta") and product == torch.bfloat16
+    return torch.float16 if gains else product
 
 
 def quantization_for(device: torch.device, dtype: torch.dtype) -> ModuleType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from rankwise.updates.adamw import Scalar
@@ -26,6 +27,7 @@ class OrthogonalStep:
         coefficients: Name of the iterations' polynomials.
         weight_decay: Decoupled decay rate.
         cautious: Whether elements that step away from zero do not decay.
+        product: Type of the products; None: that of the call that does the step.
     """
 
     shape: tuple[int, int]
@@ -38,6 +40,7 @@ class OrthogonalStep:
     coefficients: str = "published"
     weight_decay: float = 0.0
     cautious: bool = False
+    product: torch.dtype | None = None
 
     def matrices(self) -> list[tuple[Tensor, Tensor]]:
         """Return momentum and weight of each matrix, 1-D."""

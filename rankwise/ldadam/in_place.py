@@ -42,12 +42,10 @@ class InPlace(NamedTuple):
     """What has become of matrices.
 
     Attributes:
-        left: Places of those that are to be stepped otherwise; only the gradient has been added to their sources.
-        rotation: Shares of the old subspaces that the new ones have left, summed over the others.
+        rotation: Shares of the old subspaces that the new ones have left, summed.
         kept: How many of them keep their basis.
     """
 
-    left: list[int]
     rotation: Tensor | float
     kept: Tensor | float
 

@@ -91,9 +91,7 @@ class LDAdamRule(MatrixRule):
             else:
                 others.append(matrix)
         if ready:
-            tasks = [matrix.owned[0] for matrix, _ in ready]
-            left = self._subspaces.step_in_place(tasks, [job for _, job in ready], form)
-            others += [ready[place][0] for place in left]
+            self._subspaces.step_in_place([matrix.owned[0] for matrix, _ in ready], [job for _, job in ready], form)
         by_signature: dict[LowRankSignature, list[BatchPlan]] = {}
         for matrix in others:
             by_signature.setdefault(matrix.batch.signature, []).append(matrix)

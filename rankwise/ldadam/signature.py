@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rankwise.comm.owner_plan import MatrixTask
 from rankwise.ldadam.sliced_formulas import Cut, exchanged
 
 __all__ = [
     "ELEMENTS_AT_ONCE",
+    "HALVED_AT_ONCE",
     "LowRankSignature",
     "scratch_alone",
     "scratch_of_a_stack",
@@ -17,6 +18,9 @@ __all__ = [
 
 ELEMENTS_AT_ONCE = 1 << 27
 """Elements of the (r, n) coordinates that a device computes together; the scratch memory holds twice as many."""
+
+HALVED_AT_ONCE = 1 << 28
+"""Elements of the matrices whose halves, 4 bytes an element, a device has at once."""
 
 
 class LowRankSignature(NamedTuple):
@@ -75,24 +79,23 @@ class LowRankSignature(NamedTuple):
 
 
 def scratch_alone(tasks: Sequence[MatrixTask], narrow: bool = False) -> int:
-    """Bytes for matrices that are stepped where they lie: coordinates, their images, and what is solved for a shape.
+    """Bytes for matrices that are stepped where they lie: their halves, coordinates, images, and what is solved.
 
     Args:
         tasks: The matrices.
         narrow: Whether their states are opened, of as many matrices at a time.
     """
-    coordinates = images = grams = 0
-    shapes: dict[Any, int] = {}
+    coordinates = images = grams = matrices = 0
     for task in tasks:
         signature: LowRankSignature = task.signature
         rank, long = signature.rank, signature.long
         coordinates, images = coordinates + rank * long, images + rank * signature.short
-        grams += 2 * rank * rank
-        shapes[signature] = shapes.get(signature, 0) + rank * long
+        matrices += signature.short * long
+        grams += 4 * rank * rank
     opened = images + 2 * coordinates if narrow else 0
     share = min(1.0, ELEMENTS_AT_ONCE / max(opened or coordinates, 1))
-    solved = min(max(shapes.values(), default=0), ELEMENTS_AT_ONCE if not narrow else int(share * coordinates))
-    return int(4 * (share * (opened + coordinates + images + grams) + solved))
+    halved = min(share, HALVED_AT_ONCE / max(matrices, 1))
+    return int(4 * (share * opened + halved * (matrices + 4 * (coordinates + images) + grams)))
 
 
 def scratch_of_a_stack(tasks: Sequence[MatrixTask]) -> int:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rankwise.comm.owner_plan import Batch, MatrixTask
 from rankwise.comm.slice_holders import Holders
-from rankwise.ldadam.dispatch import moments_for
 from rankwise.ldadam.formulas import basis_weights, kept_factor, next_basis
+from rankwise.ldadam.rule import low_rank_moments
 from rankwise.ldadam.signature import LowRankSignature
 from rankwise.ldadam.sliced_formulas import Cut, next_basis_of_slices, project_slices
 from rankwise.ldadam.spec import SUBSPACE
@@ -104,7 +104,7 @@ def _step(
                 joined, holders, lambda C, U, M: next_basis(C, U, M, *weights), matrix, U_prev, M_prev
             )
     projected, rotation = project_slices(matrix, U_prev, basis, cut, holders)
-    M, V, D = moments_for(matrix.device, matrix.dtype)(
+    M, V, D = low_rank_moments(
         projected, rotation, M_prev, V_prev, step, group["betas"], group["eps"], feedback, written_beta1
     )
     factors = {"basis": basis, "direction": D}

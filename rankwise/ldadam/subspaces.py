@@ -14,10 +14,9 @@ from rankwise.comm.owner_plan import MatrixTask
 from rankwise.kernels.dispatch import is_for_cpus, kernels_for
 from rankwise.kernels.lists import copy_
 from rankwise.kernels.quantization import key_of
-from rankwise.ldadam.dispatch import moments_for
 from rankwise.ldadam.formulas import basis_weights, kept_factor, per_matrix, project, try_next_basis
 from rankwise.ldadam.in_place import InPlace, LowRankStep, StepsInPlace
-from rankwise.ldadam.rule import followed_basis
+from rankwise.ldadam.rule import followed_basis, low_rank_moments
 from rankwise.ldadam.signature import ELEMENTS_AT_ONCE, LowRankSignature
 from rankwise.ldadam.spec import SUBSPACE, LDAdamSpec
 from rankwise.states.matrix_states import MatrixState, MatrixStates, keep_narrow_
@@ -105,51 +104,41 @@ class Subspaces:
                 factors_by_task[place] = own
         return torch.stack(factors_by_task)
 
-    def step_in_place(self, tasks: Sequence[MatrixTask], jobs: Sequence[LowRankStep], form: StepsInPlace) -> list[int]:
+    def step_in_place(self, tasks: Sequence[MatrixTask], jobs: Sequence[LowRankStep], form: StepsInPlace) -> None:
         """Step matrices where they lie.
 
         Args:
             tasks: The matrices.
             jobs: What is to be done with them, each of which the form takes.
             form: What steps them.
-
-        Returns:
-            Places of those that are to be stepped otherwise.
         """
         opens = self._spec.has_narrow_subspaces
-        left, rotation, kept = self._step_opened(tasks, jobs, form) if opens else form.step(jobs)
-        stepped = [job for place, job in enumerate(jobs) if place not in left]
-        if stepped:
-            torch._foreach_add_([job.state["step"] for job in stepped], 1)
-            self._health.add("subspace_rotation", rotation, len(stepped))
-        for job in stepped:
+        rotation, kept = self._step_opened(tasks, jobs, form) if opens else form.step(jobs)
+        torch._foreach_add_([job.state["step"] for job in jobs], 1)
+        for job in jobs:
             # With error feedback only matrices are taken that have it already.
             if not job.group["error_feedback"]:
                 job.state["beta1"].fill_(job.group["betas"][0])
+        self._health.add("subspace_rotation", rotation, len(jobs))
         self._health.add("kept_bases", kept)
-        return left
 
     def _step_opened(self, tasks: Sequence[MatrixTask], jobs: Sequence[LowRankStep], form: StepsInPlace) -> InPlace:
         """Step matrices with narrow states, which are opened for some of them at a time."""
-        left: list[int] = []
         rotation: Tensor | float = 0.0
         kept: Tensor | float = 0.0
         for some in _at_once(jobs):
+            narrow, keys = [job.state for job in jobs[some]], [task.key for task in tasks[some]]
             states = [{name: job.weight.new_empty(job.state[name].shape) for name in SUBSPACE} for job in jobs[some]]
             for name in SUBSPACE:
-                copy_([state[name] for state in states], [job.state[name] for job in jobs[some]])
+                copy_([state[name] for state in states], [state[name] for state in narrow])
             outcome = form.step([replace(job, state=state) for job, state in zip(jobs[some], states, strict=True)])
-            stepped = [place for place in range(len(states)) if place not in outcome.left]
-            if stepped:
-                steps = [jobs[some][place].step for place in stepped]
-                step: int | Tensor = steps[0]
-                if len(set(steps)) > 1:
-                    step = torch.tensor(steps, dtype=torch.int64, device=jobs[0].weight.device)
-                keys, own = zip(*((tasks[some][place].key, jobs[some][place].state) for place in stepped), strict=True)
-                self.keep(keys, own, {name: [states[place][name] for place in stepped] for name in SUBSPACE}, step)
-            left += [some.start + place for place in outcome.left]
+            steps = [job.step for job in jobs[some]]
+            step: int | Tensor = steps[0]
+            if len(set(steps)) > 1:
+                step = torch.tensor(steps, dtype=torch.int64, device=jobs[0].weight.device)
+            self.keep(keys, narrow, {name: [state[name] for state in states] for name in SUBSPACE}, step)
             rotation, kept = rotation + outcome.rotation, kept + outcome.kept
-        return InPlace(left, rotation, kept)
+        return InPlace(rotation, kept)
 
     def keep(
         self,
@@ -309,8 +298,8 @@ def _in_new_basis(
     old_basis, M, V = old
     beta1, feedback = group["betas"][0], group["error_feedback"]
     projected, rotation = project(matrices, old_basis, basis)
-    moments = moments_for(matrices.device, matrices.dtype)
-    new_M, new_V, direction = moments(projected, rotation, M, V, step, group["betas"], group["eps"], feedback, written)
+    options = group["betas"], group["eps"], feedback, written
+    new_M, new_V, direction = low_rank_moments(projected, rotation, M, V, step, *options)
     factors = [direction]
     if feedback:
         if isinstance(written, Tensor):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rankwise.comm.owner_plan import MatrixTask
+from rankwise.kernels.dispatch import orthogonal_product_for
 from rankwise.kernels.passes import STATES, Scalars
 from rankwise.kernels.passes import Rule as PassRule
 from rankwise.kernels.surroundings import undisturbed
@@ -162,10 +163,14 @@ class MARS(ShardedOptimizer):
                 momenta = portion_sizes(formed, widest)[0] + portion_sizes(kept, widest)[1]
             return tables(everything, largest) + 4 * momenta
 
+        def kind(rows: int, columns: int) -> torch.dtype:
+            free = self.options.ns_dtype == "auto"
+            return orthogonal_product_for(torch.device("cuda"), torch.bfloat16, *((rows, columns) if free else (1, 1)))
+
         def together(tasks: Sequence[MatrixTask], most: int) -> int:
             shapes = Counter((task.signature.rows, task.signature.columns) for task in tasks)
             table = quintics(group["ns_coefficients"], group["ns_steps"]) if shapes else ()
-            each = {shape: 2 * scratch(min(shape), max(shape), torch.bfloat16, table) for shape in shapes}
+            each = {shape: 2 * scratch(min(shape), max(shape), kind(*shape), table) for shape in shapes}
             if opened and unit.layout.world_size == 1:
                 at_once = min(1.0, AT_ONCE / max(sum(sizes), 1))
                 shapes = Counter({shape: ceil(count * at_once) for shape, count in shapes.items()})

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from rankwise.comm.batch_messages import BatchPlan
 from rankwise.comm.owner_plan import Batch, MatrixTask
-from rankwise.kernels.dispatch import OrthogonalStep, newton_schulz_for, orthogonal_steps_for
+from rankwise.kernels.dispatch import (
+    OrthogonalStep,
+    newton_schulz_for,
+    orthogonal_product_for,
+    orthogonal_steps_for,
+)
 from rankwise.kernels.lists import decay_, subtract_scaled_
 from rankwise.mars import formulas
 from rankwise.mars.options import MARSOptions
@@ -55,7 +60,7 @@ class MARSRule(MatrixRule):
 
     def __init__(self, matrices: StepMatrices, options: MARSOptions, product: torch.dtype) -> None:
         super().__init__(matrices)
-        self._product = product
+        self._product, self._is_free = product, options.ns_dtype == "auto"
         self._variant: formulas.MatrixVariant = options.variant  # type: ignore[assignment]
         self._scaled_as: formulas.Scale = options.scale  # type: ignore[assignment]
         self._steps_in_place = steps_in_place(self.unit, product)
@@ -104,8 +109,13 @@ class MARSRule(MatrixRule):
         group, matrices = self.groups[signature.group], exp_avgs.view(-1, signature.rows, signature.columns)
         eps, factor = self._numbers_of(signature)
         orthogonalise = newton_schulz_for(exp_avgs.device, self.unit.layout.is_whole_run)
-        directions = orthogonalise(matrices, group["ns_steps"], self._product, eps, group["ns_coefficients"])
+        product = self._product_of(signature)
+        directions = orthogonalise(matrices, group["ns_steps"], product, eps, group["ns_coefficients"])
         return (directions * factor).reshape(len(exp_avgs), -1)
+
+    def _product_of(self, signature: MomentumSignature) -> torch.dtype:
+        shape = signature.rows, signature.columns
+        return orthogonal_product_for(self.unit.work_device, self._product, *shape) if self._is_free else self._product
 
     def _numbers_of(self, signature: MomentumSignature) -> tuple[float, float]:
         """What is added to the norm of a momentum, and what its orthogonal factor is multiplied by."""
@@ -130,4 +140,5 @@ class MARSRule(MatrixRule):
             coefficients=group["ns_coefficients"],
             weight_decay=group["weight_decay"],
             cautious=self.unit.cautious,
+            product=self._product_of(signature),
         )

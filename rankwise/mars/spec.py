@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rankwise.kernels.dispatch import orthogonal_product_for
 from rankwise.mars.options import MARSOptions
 from rankwise.routing.roles import ParameterInfo, RoutingPolicy, Rule
 from rankwise.states.element_states import StateTypes
@@ -98,6 +99,11 @@ class MARSSpec(OptimizerSpec):
     def product_type(self, device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
         """See the base class; of Newton-Schulz."""
         return super().product_type(device, dtype) if self.orthogonalises else None
+
+    def product_types(self, device: torch.device, dtype: torch.dtype) -> list[torch.dtype]:
+        """See the base class; long matrices may have another type."""
+        types = super().product_types(device, dtype)
+        return types + [orthogonal_product_for(device, own) for own in types if self.options.ns_dtype == "auto"]
 
     def is_orthogonal(self, info: ParameterInfo) -> bool:
         """Whether a parameter that takes the rule is such a matrix."""

@@ -219,6 +219,11 @@ class OptimizerSpec(ABC):
         wish = getattr(self.options, self.product_option)
         return product_dtype_for(device, dtype) if wish == "auto" else getattr(torch, wish)
 
+    def product_types(self, device: torch.device, dtype: torch.dtype) -> list[torch.dtype]:
+        """Types that the products may have, in the words of the line that a run begins with."""
+        product = self.product_type(device, dtype)
+        return [] if product is None else [product]
+
     def count_device(self, tensor: Tensor) -> torch.device:
         """Device of the step count of a weight."""
         # On the CPU, as torch.optim keeps it: reading it costs no device synchronisation.

@@ -164,8 +164,8 @@ class Reports:
 
     def _product_types(self) -> str:
         spec = self._spec
-        product_types = [spec.product_type(unit.work_device, unit.dtype) for unit in self._planner.units.values()]
-        types = dict.fromkeys(dtype for dtype in product_types if dtype is not None)
+        units = self._planner.units.values()
+        types = dict.fromkeys(dtype for unit in units for dtype in spec.product_types(unit.work_device, unit.dtype))
         if not types:
             return ""
         option = spec.product_option

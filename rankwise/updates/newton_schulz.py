@@ -6,10 +6,12 @@ on the Gram matrices of long matrices (:mod:`.polynomial_steps`) it costs less.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from rankwise.updates.polynomial_steps import orthogonalise
+from rankwise.updates.polynomial_steps import Products, orthogonalise
 from rankwise.updates.polynomials import quintics
 
 __all__ = ["newton_schulz"]
@@ -21,6 +23,7 @@ def newton_schulz(
     dtype: torch.dtype | None = None,
     eps: float = 1e-7,
     coefficients: str = "published",
+    choose: Callable[[Tensor, bool], Products] | None = None,
 ) -> Tensor:
     r"""Return the nearly orthogonal factor of every matrix of a stack, by quintic Newton-Schulz iteration.
 
@@ -42,6 +45,7 @@ def newton_schulz(
             dtype of ``matrix``, in full precision unless TF32 was switched on for the process; in a step it never is.
         eps: Number added to the norm, which is taken in the dtype of ``matrix``, or in float32 if that is narrower.
         coefficients: Name of the polynomials, one of :data:`rankwise.updates.polynomials.COEFFICIENT_SETS`.
+        choose: Chooses products for a stack, and whether its matrices lie transposed; None: the library's.
 
     Returns:
         (..., m, n) in the dtype of ``matrix``.
@@ -62,6 +66,10 @@ def newton_schulz(
     tall = matrix.shape[-2] > matrix.shape[-1]
     stack = matrix.reshape(-1, *matrix.shape[-2:])
     # Nothing but the iteration holds its start, so that its memory is freed sooner.
+    if choose is not None:
+        start = [_normalized(stack, eps).to(dtype).contiguous()]
+        products = choose(start[0], tall)
+        return orthogonalise(start.pop(), table, products, tall).to(matrix.dtype).reshape(matrix.shape)
     result = orthogonalise(_normalized(stack.mT if tall else stack, eps).to(dtype), table).to(matrix.dtype)
     return (result.mT if tall else result).reshape(matrix.shape)
 

@@ -11,6 +11,8 @@ multiplied by up to 70 in a step, then faster. Hence ``X``, and ``R`` from it, a
 steps. Then errors, measured on spectra from flat to rank one, are 2 to 6 times those of the iteration on ``X`` in
 float64, float32 and float16, and singular values keep its bounds. In bfloat16 they do not: three steps end at up to 2.3
 where 1.13 is the bound, and restarts every two steps save little. Matrices of that type are iterated on as they are.
+
+All products but the first and the last of a run are symmetric, and may take half of their operations.
 """
 
 from __future__ import annotations
@@ -23,25 +25,39 @@ from torch import Tensor
 
 from rankwise.updates.polynomials import Quintic
 
-__all__ = ["PLAIN", "RESTART", "Products", "iterate", "iterate_on_gram", "operations", "orthogonalise", "scratch"]
+__all__ = [
+    "LONG",
+    "PLAIN",
+    "RESTART",
+    "Products",
+    "iterate",
+    "iterate_on_gram",
+    "operations",
+    "orthogonalise",
+    "scratch",
+]
 
 RESTART = 3
 """Steps on a Gram matrix before a new one is formed."""
+LONG = 1.5
+"""Sides' ratio from which matrices may be iterated on by their Gram matrices."""
 _STABLE = (torch.float64, torch.float32, torch.float16)
 """Types whose digits suffice for so many steps."""
 
 
 class Products(NamedTuple):
-    """The two symmetric products.
+    """The symmetric products.
 
     Attributes:
         square: ``X X^T`` of (b, m, n).
         polynomial: ``b A + c A^2`` of symmetric ``A`` (b, m, m), ``b`` and ``c``.
+        step: ``a O + L R`` of symmetric ``L``, ``R`` and ``O`` (b, m, m) that commute, and ``a``.
         symmetric: Share of a full product's operations that they take: 0.5 where the upper half is mirrored.
     """
 
     square: Callable[[Tensor], Tensor]
     polynomial: Callable[[Tensor, float, float], Tensor]
+    step: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     symmetric: float
 
 
@@ -58,14 +74,18 @@ def _polynomial(gram: Tensor, linear: float, square: float) -> Tensor:
     return torch.baddbmm(gram, gram, gram, beta=linear, alpha=square)
 
 
-PLAIN = Products(_square, _polynomial, 1.0)
+def _step(left: Tensor, right: Tensor, own: Tensor, share: float) -> Tensor:
+    return torch.baddbmm(own, left, right, beta=share)
+
+
+PLAIN = Products(_square, _polynomial, _step, 1.0)
 """The products of torch's library."""
 
 
 def orthogonalise(x: Tensor, table: Sequence[Quintic], products: Products = PLAIN, turned: bool = False) -> Tensor:
     """Iterate in the form that takes less work, if both are equally stable.
 
-    A polynomial that is repeated, as published, is always applied to the matrices themselves, because its trajectories
+    A polynomial that is repeated, as published, is applied to the matrices themselves but in float16: its trajectories
     have been recorded to the bit.
 
     Args:
@@ -79,7 +99,7 @@ def orthogonalise(x: Tensor, table: Sequence[Quintic], products: Products = PLAI
     less = operations(short, long, len(table), products.symmetric, True) < operations(
         short, long, len(table), products.symmetric, False
     )
-    form = iterate_on_gram if less and _may_be_on_gram(x.dtype, table) else iterate
+    form = iterate_on_gram if less and _may_be_on_gram(short, long, x.dtype, table) else iterate
     start = [x]
     del x
     return form(start.pop(), table, products, turned)
@@ -98,12 +118,14 @@ def scratch(short: int, long: int, dtype: torch.dtype, table: Sequence[Quintic])
         dtype: Type of the matrix.
         table: Polynomial of each step.
     """
-    # The matrix twice, and a factor; or, on Gram matrices, four matrices that give the next factor.
-    return short * (2 * long + (4 if _may_be_on_gram(dtype, table) else 1) * short)
+    # The matrix twice, and a factor; or, on Gram matrices, the matrix and four that give the next factor.
+    on_gram = long + 5 * short if _may_be_on_gram(short, long, dtype, table) else 0
+    return short * max(2 * long + short, on_gram)
 
 
-def _may_be_on_gram(dtype: torch.dtype, table: Sequence[Quintic]) -> bool:
-    return dtype in _STABLE and len(set(table)) > 1
+def _may_be_on_gram(short: int, long: int, dtype: torch.dtype, table: Sequence[Quintic]) -> bool:
+    is_stable = dtype == torch.float16 or (dtype in _STABLE and len(set(table)) > 1)
+    return is_stable and long >= LONG * short
 
 
 def operations(short: int, long: int, steps: int, symmetric: float, on_gram: bool) -> float:
@@ -120,8 +142,8 @@ def operations(short: int, long: int, steps: int, symmetric: float, on_gram: boo
     if not on_gram:
         return steps * (symmetric * (square + cube) + square)
     runs = -(-steps // RESTART)
-    # A run of k steps has k polynomials, and k - 1 times one product for Q and two for R.
-    return runs * (symmetric + 1.0) * square + (symmetric * steps + 3.0 * (steps - runs)) * cube
+    # A run of k steps has k polynomials, and k - 1 times one product for Q and two for R, all symmetric.
+    return runs * (symmetric + 1.0) * square + symmetric * (steps + 3.0 * (steps - runs)) * cube
 
 
 def iterate(x: Tensor, table: Sequence[Quintic], products: Products = PLAIN, turned: bool = False) -> Tensor:
@@ -163,9 +185,10 @@ def _few_steps(x: Tensor, table: Sequence[Quintic], products: Products, turned: 
     factor = z.clone()
     factor.diagonal(dim1=-2, dim2=-1).add_(a)
     for following in following_steps:
-        between = torch.baddbmm(gram, z, gram, beta=a)
-        gram = torch.baddbmm(between, between, z, beta=a)
+        between = products.step(z, gram, gram, a)
+        gram = products.step(between, z, between, a)
         a, b, c = following
         z = products.polynomial(gram, b, c)
-        factor = torch.baddbmm(factor, z, factor, beta=a)
+        factor = products.step(z, factor, factor, a)
+    del gram, z, between  # only the factor is needed beside the long matrices
     return x @ factor.mT if turned else factor @ x

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from benchmarks.compiled_kernels import compiled, recorded  # noqa: E402
+from benchmarks.counts import Values  # noqa: E402
 from benchmarks.launches import recorded_launches  # noqa: E402
 from rankwise import MARS  # noqa: E402
 from rankwise.kernels import graphs, triton  # noqa: E402
-from rankwise.kernels.dispatch import TIMED, newton_schulz_for, using  # noqa: E402
+from rankwise.kernels.dispatch import TIMED, newton_schulz_for, orthogonal_product_for, using  # noqa: E402
 from rankwise.kernels.triton import chosen_products, orthogonal_steps  # noqa: E402
 from rankwise.kernels.triton.chosen_products import Shape, by_shape, chosen  # noqa: E402
 from rankwise.kernels.triton.symmetric_newton_schulz import HALVED  # noqa: E402
@@ -187,6 +188,48 @@ def test_a_run_is_whole_where_nobody_else_computes(
     monkeypatch.setattr(layout.dist, "is_initialized", lambda: world is not None)
     monkeypatch.setattr(layout.dist, "get_world_size", lambda group=None: world)
     assert Layout(ranks=((),) * ranks).is_whole_run == whole
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+@pytest.mark.parametrize("asked", ["auto", "bfloat16", "float16"])
+def test_long_matrices_are_multiplied_in_float16_unless_a_type_is_named(
+    asked: str, clip: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 1.5 times as long as wide on, tall or wide; the line that a run begins with has both types."""
+    seen: dict[tuple[int, ...], torch.dtype] = {}
+
+    def look(halved: Any, x: Tensor, turned: bool, timed: bool) -> Any:
+        seen[tuple(x.shape[1:])] = x.dtype
+        return halved
+
+    monkeypatch.setattr(orthogonal_steps, "chosen", look)
+    shapes = ((32, 32), (32, 47), (32, 48), (64, 32))
+    weights = [nn.Parameter(torch.empty(shape, device=META)) for shape in shapes]
+    named = [(f"{index}.weight", weight) for index, weight in enumerate(weights)]
+    optimizer = MARS(named, variant="muon", ns_dtype=asked, clip=clip)
+    for weight in weights:
+        weight.grad = torch.empty_like(weight)
+    with recorded_launches(), using(triton), Values(None):
+        optimizer.step()
+    narrow, long = (torch.bfloat16, torch.float16) if asked == "auto" else (getattr(torch, asked),) * 2
+    assert seen == dict(zip(shapes, (narrow, narrow, long, long), strict=True))
+    words = "bfloat16 and float16" if asked == "auto" else asked
+    assert f"products in {words} (ns_dtype={asked!r})" in optimizer.reports._product_types()
+
+
+@pytest.mark.parametrize(
+    ("device", "product", "long"),
+    [
+        ("cuda", torch.bfloat16, torch.float16),
+        ("cuda", torch.float32, torch.float32),
+        ("cuda", torch.float64, torch.float64),
+        ("cpu", torch.bfloat16, torch.bfloat16),
+        ("cpu", torch.float32, torch.float32),
+    ],
+)
+def test_only_gpus_take_another_type_for_long_matrices(device: str, product: torch.dtype, long: torch.dtype) -> None:
+    found = [orthogonal_product_for(torch.device(device), product, *shape) for shape in ((4, 5), (4, 6), (6, 4))]
+    assert found == [product, long, long] and orthogonal_product_for(torch.device(device), product) == long
 
 
 @pytest.mark.parametrize(("asked", "world"), [(None, 1), ("0", 1), ("1", 1), ("1", 2)])

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankwise.kernels import graphs, triton
+from rankwise.kernels.product_types import multiplies_bfloat16
 from rankwise.ldadam import dispatch as forms
 
 
@@ -35,28 +36,28 @@ def test_the_stream_of_the_tensors_device_counts(asked: str, captured: bool, mon
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 @pytest.mark.parametrize(
-    ("hip", "capability", "runs", "precision"),
+    ("hip", "capability", "runs", "halves"),
     [
-        (None, (6, 0), False, "ieee"),
-        (None, (7, 5), True, "ieee"),
-        (None, (9, 0), True, "tf32x3"),
-        ("6", (9, 4), True, "ieee"),
+        (None, (6, 0), False, False),
+        (None, (7, 5), True, False),
+        (None, (9, 0), True, True),
+        ("6", (9, 4), True, True),
     ],
 )
 def test_where_triton_runs_and_how_it_multiplies(
-    hip: str | None, capability: tuple[int, int], runs: bool, precision: str, monkeypatch: pytest.MonkeyPatch
+    hip: str | None, capability: tuple[int, int], runs: bool, halves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Float32 on tensor cores in three parts where there are any that do, which AMD's do not."""
+    """LDAdam in halves, where tensor cores multiply bfloat16."""
+    multiplies_bfloat16.cache_clear()
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.version, "cuda", None if hip else "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     device = torch.device("cuda", 0)
     assert triton.is_available(device) is runs
     assert not triton.is_available(device, torch.float64)
-    form = forms.steps_in_place_for(device, torch.float32)
-    assert (form is not None) is runs
-    for each in [forms.moments_for(device, torch.float32), form.step] if form is not None else []:
-        assert each.keywords["precision"] == precision  # type: ignore[attr-defined]
+    assert (forms.steps_in_place_for(device, torch.float32) is not None) is halves
+    assert (forms.shards_step_for(device, torch.float32) is not None) is halves
+    multiplies_bfloat16.cache_clear()
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")

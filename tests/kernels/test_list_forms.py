@@ -19,7 +19,6 @@ from rankwise.kernels.dispatch import kernels_for, using
 from rankwise.kernels.low_precision_runs import LowPrecisionRuns
 from rankwise.kernels.native import compiled_passes as elementwise
 from rankwise.kernels.passes import FIELDS, Pass, Scalars
-from rankwise.ldadam import rule as ldadam
 from rankwise.mars import rule as mars
 from rankwise.sonew import native as native_sonew
 from rankwise.sonew.dispatch import directions_for
@@ -303,15 +302,6 @@ def test_all_forms_take_the_same_arguments(module) -> None:
     for name in forms.FORMS:
         own, general = (inspect.signature(getattr(form, name)).parameters.values() for form in (module, foreach))
         assert [(p.name, p.kind, p.default) for p in own] == [(p.name, p.kind, p.default) for p in general], name
-
-
-def test_ldadam_takes_the_same_arguments_everywhere() -> None:
-    cuda = pytest.importorskip("rankwise.ldadam.cuda.low_rank_moments")
-    own, general = (
-        [(p.name, p.kind) for p in inspect.signature(form).parameters.values() if p.name != "precision"]
-        for form in (cuda.low_rank_moments, ldadam.low_rank_moments)
-    )
-    assert own == general
 
 
 def test_sonew_takes_the_same_arguments_everywhere() -> None:

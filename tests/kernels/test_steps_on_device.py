@@ -27,7 +27,6 @@ from triton_interpreter import kernel_modules  # noqa: E402
 
 from rankwise.kernels.triton import segments, tables  # noqa: E402
 from rankwise.ldadam.cuda.grouped_products import table_of_pairs  # noqa: E402
-from rankwise.ldadam.cuda.low_rank_moments import low_rank_moments  # noqa: E402
 from rankwise.sonew.cuda import sonew_directions  # noqa: E402
 
 LENGTHS = (130, 0, 1, 64, 2100)
@@ -114,9 +113,8 @@ def test_sonew(band: int, graft: str, interpreter: None) -> None:
 
 
 @pytest.mark.parametrize("feedback", [True, False])
-@pytest.mark.parametrize("moments", ["plain", "triton"])
-def test_low_rank_moments(moments: str, feedback: bool, interpreter: None) -> None:
-    form = low_rank_moments if moments == "triton" else updates.low_rank_moments
+def test_low_rank_moments(feedback: bool) -> None:
+    form = updates.low_rank_moments
     projected, first = torch.randn(2, 3, 4, 70, generator=torch.Generator().manual_seed(0))
     second = first.square() * 3 + 0.1
     rotation = torch.linalg.qr(torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(1)))[0].contiguous()

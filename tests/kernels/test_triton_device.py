@@ -22,7 +22,7 @@ from rankwise.kernels import triton  # noqa: E402
 from rankwise.kernels.dispatch import using  # noqa: E402
 from rankwise.kernels.passes import Pass, Scalars  # noqa: E402
 from rankwise.ldadam import rule as ldadam  # noqa: E402
-from rankwise.ldadam.cuda.low_rank_moments import low_rank_moments  # noqa: E402
+from rankwise.ldadam.cuda.low_rank_moments import advance_moments_  # noqa: E402
 from rankwise.ldadam.cuda.low_rank_step import Factors, low_rank_step_  # noqa: E402
 from rankwise.mars.rule import corrected_gradient  # noqa: E402
 from rankwise.mkor import formulas as mkor  # noqa: E402
@@ -237,8 +237,15 @@ def test_low_rank() -> None:
     second = first.square() * 3 + 0.1
     rotation = torch.linalg.qr(torch.randn(batch, rank, rank, device=DEVICE))[0].contiguous()
     inputs = (projected, rotation, first, second)
-    found = twice(lambda: list(low_rank_moments(*inputs, 3, BETAS, 1e-6, True)))
-    wanted = ldadam.low_rank_moments(*(value.cpu().double() for value in inputs), 3, BETAS, 1e-6, True)
+    settings: dict[str, Any] = {"step": 3, "betas": BETAS, "eps": 1e-6, "error_feedback": True}
+    wanted = ldadam.low_rank_moments(*(value.cpu().double() for value in inputs), **settings)
+
+    def advance() -> list[Tensor]:
+        moved = [first.clone(), second.clone()]
+        directions, _ = advance_moments_(projected, rotation, *(list(moment) for moment in moved), **settings)
+        return [*moved, torch.stack([half.float().sum(0) for half in directions])]
+
+    found = twice(advance)
     assert_runs_close(found, wanted, 1e-4)
 
     basis = torch.randn(64, rank, device=DEVICE)
@@ -252,7 +259,7 @@ def test_low_rank() -> None:
         return [param.clone(), error.clone()]
 
     products = [basis.cpu().double() @ found[index][0].double() for index in (2, 0)]
-    assert_runs_close(twice(step), [-product.reshape(-1) for product in products], 1e-5)
+    assert_runs_close(twice(step), [-product.reshape(-1) for product in products], 3e-5)
 
 
 KINDS: list[tuple[Any, dict[str, Any]]] = [

@@ -43,6 +43,62 @@ def test_symmetric_product(shape: tuple[int, int, int]) -> None:
     torch.testing.assert_close(polynomial.double(), wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
 
 
+@pytest.mark.parametrize("described", [False, True])
+@pytest.mark.parametrize("shape", [(1, 40, 24), (2, 136, 264), (2, 304, 64)])
+def test_symmetric_step_and_descriptors(
+    shape: tuple[int, int, int], described: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products of symmetric matrices that commute, and of matrices that lie transposed or not, whoever copies tiles."""
+    from rankwise.kernels.triton import symmetric_newton_schulz as kernels
+
+    pytest.importorskip("triton.tools.tensor_descriptor")
+    monkeypatch.setattr(kernels, "_has_descriptors", lambda device: described)
+    seen = []
+    make = kernels._descriptor
+    monkeypatch.setattr(kernels, "_descriptor", lambda *given: seen.append(given) or make(*given))
+    x = (torch.randn(shape, generator=generator(11)) / shape[2] ** 0.5).half()
+    gram = kernels.symmetric_product(x)
+    assert torch.equal(gram, gram.mT)
+    assert torch.equal(gram, kernels.symmetric_product(x.mT.contiguous().mT))
+    torch.testing.assert_close(gram.double(), x.double() @ x.double().mT, rtol=1e-3, atol=1e-3)
+    square = kernels.symmetric_polynomial(gram, 0.0, 1.0)
+    found = kernels.symmetric_step(gram, square, gram, -2.0)
+    assert torch.equal(found, found.mT) and len(seen) == (8 if described else 0)
+    wanted = gram.double() @ square.double() - 2.0 * gram.double()
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-3, atol=4e-3)
+
+
+def test_what_a_descriptor_cannot_describe_is_read_by_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that begin at no multiple of 16 bytes; float32, which is not for tensor cores."""
+    from rankwise.kernels.triton import symmetric_newton_schulz as kernels
+
+    monkeypatch.setattr(kernels, "_has_descriptors", lambda device: True)
+    monkeypatch.setattr(kernels, "_descriptor", lambda *given: pytest.fail("it cannot"))
+    for x in (
+        torch.randn(1, 20, 36).half(),
+        torch.randn(2, 20, 44, dtype=torch.float32),
+        torch.randn(1, 20, 36).mT.half(),
+    ):
+        torch.testing.assert_close(
+            kernels.symmetric_product(x).float(), (x.float() @ x.float().mT), rtol=1e-2, atol=1e-1
+        )
+
+
+def test_the_triangle_has_every_tile_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 40 rows of tiles; roots are rounded on the way from programs to tiles."""
+    from rankwise.kernels.triton import symmetric_newton_schulz as kernels
+
+    x = torch.randn(1, 64 * 12 - 5, 3, generator=generator(12))
+    torch.testing.assert_close(kernels.symmetric_product(x), x @ x.mT, rtol=1e-5, atol=1e-4)
+    tiles = 3000
+    program = torch.arange(tiles * (tiles + 1) // 2, dtype=torch.int64)
+    below = ((torch.sqrt(8.0 * program.float() + 1.0) - 1.0) * 0.5).int().long()
+    below -= (below * (below + 1) // 2 > program).long()
+    below += ((below + 1) * (below + 2) // 2 <= program).long()
+    beside = program - below * (below + 1) // 2
+    assert bool(((beside >= 0) & (beside <= below) & (below < tiles)).all())
+
+
 def test_symmetric_product_of_a_transposed_view() -> None:
     from rankwise.kernels.triton.symmetric_newton_schulz import symmetric_product
 
@@ -64,12 +120,13 @@ def test_newton_schulz(shape: tuple[int, ...], dtype: torch.dtype | None) -> Non
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("shape", "on_gram"), [((20, 35), False), ((2, 70, 30), True), ((30, 80), True)])
+@pytest.mark.parametrize(("shape", "on_gram"), [((20, 29), False), ((2, 70, 30), True), ((20, 30), True)])
 @pytest.mark.parametrize("name", ["polar_express", "cans"])
 def test_a_polynomial_for_each_step(
     name: str, shape: tuple[int, ...], on_gram: bool, dtype: torch.dtype | None, launches: list[str]
 ) -> None:
-    """Two launches a step on matrices; on Gram matrices, twice as long as wide and more, one a step and one a run."""
+    """Two launches a step on matrices; on Gram matrices, 1.5 times as long as wide, one a step and a run, and three
+    between steps."""
     from rankwise.kernels.triton.symmetric_newton_schulz import newton_schulz
 
     matrix = torch.randn(shape, generator=generator(2))
@@ -77,7 +134,7 @@ def test_a_polynomial_for_each_step(
     wanted = linalg.newton_schulz(matrix.double(), 5, coefficients=name)
     tolerance = 1e-4 if dtype is None else 0.02 if dtype == torch.float16 else 0.1
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=tolerance)
-    assert len(launches) == (5 + 2 if on_gram and dtype != torch.bfloat16 else 5 * 2)
+    assert len(launches) == (5 + 2 + 3 * 3 if on_gram and dtype != torch.bfloat16 else 5 * 2)
 
 
 @pytest.mark.parametrize("product", [torch.float32, torch.bfloat16])
@@ -234,34 +291,28 @@ def test_wrong_factors_are_refused(inverses: list[Tensor], options: dict[str, An
 # --- LDAdam ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [1, 2, 9])
-@pytest.mark.parametrize(("feedback", "written"), [(True, None), (True, 0.8), (False, None)])
-def test_low_rank_moments(step: int, feedback: bool, written: float | None) -> None:
-    from rankwise.ldadam.cuda.low_rank_moments import low_rank_moments
+@pytest.mark.parametrize("step", [2, 9])
+@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize(("rank", "variance"), [(35, 3.0), (4, 0.0)])
+def test_low_rank_moments(step: int, feedback: bool, rank: int, variance: float) -> None:
+    """Also with estimates of a variance below zero, which count by their size."""
+    from rankwise.ldadam.cuda.low_rank_moments import advance_moments_
 
-    batch, rank, length = 2, 35, 70
+    batch, length = 2, 70
     source = generator(step)
     projected, first = (torch.randn(batch, rank, length, generator=source) for _ in range(2))
     # Large enough for a positive variance: a difference of two nearly equal numbers would only show rounding.
-    second = first.square() * 3 + 0.1
+    second = first.square() * variance + (0.1 if variance else 0.0)
     rotation = torch.linalg.qr(torch.randn(batch, rank, rank, generator=source))[0].contiguous()
+    settings: dict[str, Any] = {"step": step, "betas": (0.9, 0.97), "eps": 1e-6, "error_feedback": feedback}
     inputs = (projected, rotation, first, second)
-    settings = (step, (0.9, 0.97), 1e-6, feedback, written)
-    found = low_rank_moments(*inputs, *settings)
-    wanted = ldadam.low_rank_moments(*(value.double() for value in inputs), *settings)
-    assert_runs_close(found, wanted, 1e-5)
-
-
-def test_a_negative_variance_counts_by_its_size() -> None:
-    from rankwise.ldadam.cuda.low_rank_moments import low_rank_moments
-
-    source = generator(20)
-    projected, first = torch.randn(2, 1, 4, 8, generator=source)
-    rotation = torch.linalg.qr(torch.randn(1, 4, 4, generator=source))[0].contiguous()
-    inputs = (projected, rotation, first, torch.zeros(1, 4, 8))
-    found = low_rank_moments(*inputs, 2, (0.9, 0.97), 1e-6, True)
-    wanted = ldadam.low_rank_moments(*(value.double() for value in inputs), 2, (0.9, 0.97), 1e-6, True)
-    assert_runs_close(found[:2], wanted[:2], 1e-5)
+    wanted = ldadam.low_rank_moments(*(value.double() for value in inputs), **settings)
+    directions, momenta = advance_moments_(projected, rotation, list(first), list(second), **settings)
+    assert_runs_close([first, second], wanted[:2], 1e-4)
+    both = [torch.stack([half.float().sum(0) for half in halves]) for halves in (directions, momenta)]
+    assert_runs_close(both[1:], [first], 2.0**-16)
+    if variance:
+        assert_runs_close(both[:1], wanted[2:], 1e-4)
 
 
 CUTS = (0, 17, 18, 18, 100, 1400, 2100)
@@ -292,10 +343,10 @@ def test_low_rank_step(shape: tuple[int, int], feedback: torch.dtype | None, lau
             wanted_errors.append(sources[-1].double() - lost)
     parts = (sources, errors) if feedback else (None, None)
     low_rank_step_(params, factors_, *parts, cols=cols, right=right, lr=lr, weight_decay=decay)
-    assert_runs_close(params, wanted, 2e-6)
+    assert_runs_close(params, wanted, 1e-5)
     if feedback is not None:
-        assert_runs_close(errors, wanted_errors, 2e-6 if feedback == torch.float32 else 2**-8)
-    assert launches == ["_step_kernel"]
+        assert_runs_close(errors, wanted_errors, 1e-5 if feedback == torch.float32 else 2**-8)
+    assert launches == ["_halves_kernel", "_step_kernel"]
 
 
 def test_the_error_may_take_the_place_of_its_source() -> None:
@@ -307,4 +358,4 @@ def test_the_error_may_take_the_place_of_its_source() -> None:
     wanted = matrix.double() - (basis.double() @ kept.double()).reshape(-1)
     part = [Factors(0, basis, direction, kept)]
     low_rank_step_([param], part, [matrix], [matrix], cols=6, right=False, lr=torch.tensor(0.5), weight_decay=0.0)
-    assert_runs_close([matrix, param], [wanted, -0.5 * (basis.double() @ direction.double()).reshape(-1)])
+    assert_runs_close([matrix, param], [wanted, -0.5 * (basis.double() @ direction.double()).reshape(-1)], 1e-5)

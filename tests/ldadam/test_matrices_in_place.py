@@ -58,7 +58,7 @@ def results(given: LowRankStep) -> dict[str, Tensor]:
 def step(*jobs: LowRankStep) -> Any:
     from rankwise.ldadam.cuda.grouped_matrices import ldadam_matrices_
 
-    return ldadam_matrices_(jobs, "ieee")
+    return ldadam_matrices_(jobs)
 
 
 SHAPES = [(20, 33), (33, 20), (20, 33), (24, 24), (16, 130)]
@@ -66,14 +66,20 @@ SHAPES = [(20, 33), (33, 20), (20, 33), (24, 24), (16, 130)]
 
 @pytest.mark.parametrize("error", [None, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("feedback", [True, False])
-@pytest.mark.parametrize("at_once", [1 << 27, 400])
+@pytest.mark.parametrize(("at_once", "halved"), [(1 << 27, 1 << 28), (1 << 27, 1400), (400, 1 << 28)])
 def test_a_step_is_that_of_the_plain_functions(
-    feedback: bool, error: torch.dtype | None, at_once: int, interpreter: None, monkeypatch: pytest.MonkeyPatch
+    feedback: bool,
+    error: torch.dtype | None,
+    at_once: int,
+    halved: int,
+    interpreter: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of several shapes, ranks, groups and counts, all at once or a few at a time."""
+    """Of several shapes, ranks, groups and counts, a few at a time."""
     from rankwise.ldadam.cuda import grouped_matrices
 
     monkeypatch.setattr(grouped_matrices, "ELEMENTS_AT_ONCE", at_once)
+    monkeypatch.setattr(grouped_matrices, "HALVED_AT_ONCE", halved)
     if error is not None and not feedback:
         return
     groups = [{**GROUP, "error_feedback": feedback}, {**GROUP, "error_feedback": feedback, "lr": 0.3}]
@@ -82,11 +88,11 @@ def test_a_step_is_that_of_the_plain_functions(
     expected = [wanted(given) for given in jobs]
     bases = [given.state["basis"].double().clone() for given in jobs]
     found = step(*jobs)
-    assert found.left == [] and float(found.kept) == 0.0
+    assert float(found.kept) == 0.0
     for given, want in zip(jobs, expected, strict=True):
         has = results(given)
         for name, value in want.items():
-            tolerance = 0.02 if name == "error" and error == torch.bfloat16 else 1e-4
+            tolerance = 0.02 if name == "error" and error == torch.bfloat16 else 1e-3
             torch.testing.assert_close(has[name].double(), value, rtol=tolerance, atol=tolerance, msg=name)
     left = sum(
         float(1 - (want["basis"].mT @ old).square().sum() / old.shape[1])
@@ -136,41 +142,42 @@ def test_launches_do_not_depend_on_the_number_of_matrices(launches: list[str]) -
         launches.clear()
         step(*(job((20, 33), 5, seed, GROUP) for seed in range(copies)))
         counts.append(len(launches))
-    assert counts[0] == counts[1] <= 12
+    assert counts[0] == counts[1] == 24
 
 
 @pytest.mark.parametrize(("rows", "columns", "depth"), [(5, 33, 20), (130, 16, 40), (1, 1, 1), (20, 20, 129)])
 @pytest.mark.parametrize("turned", [(False, False), (True, False), (False, True)])
-def test_grouped_products(rows: int, columns: int, depth: int, turned: tuple[bool, bool], interpreter: None) -> None:
-    from rankwise.ldadam.cuda.grouped_products import Operand, grouped_product_, places_of
+@pytest.mark.parametrize("halved", [False, True])
+def test_grouped_products(
+    rows: int, columns: int, depth: int, turned: tuple[bool, bool], halved: bool, interpreter: None
+) -> None:
+    from rankwise.ldadam.cuda.grouped_products import Operand, grouped_product_, operand_of, places_of
+    from rankwise.ldadam.cuda.halves import in_halves
 
     shapes = [(rows, depth), (depth, columns)]
     stored = [randn(3, *(shape[::-1] if turn else shape), seed=7) for shape, turn in zip(shapes, turned, strict=True)]
     factors = [stack.mT if turn else stack for stack, turn in zip(stored, turned, strict=True)]
-    operands = [Operand(places_of(stack), stack.stride()[1:]) for stack in factors]
+    halves = [in_halves(list(stack)) for stack in stored]
+    operands = [
+        operand_of(half, stack.stride()[1:]) if halved else Operand(places_of(stack), stack.stride()[1:])
+        for half, stack in zip(halves, factors, strict=True)
+    ]
     added, out = randn(3, rows, columns, seed=8), torch.full((3, rows, columns), float("nan"))
     grouped_product_(out, *operands, depth, alpha=0.5, beta=-2.0, added=places_of(added))
     want = 0.5 * (factors[0].double() @ factors[1].double()) - 2.0 * added.double()
-    torch.testing.assert_close(out.double(), want, rtol=0.0, atol=2e-5)
-    scales = randn(3, rows, seed=9).exp()
-    if rows == columns:
-        grouped_product_(out, *operands, depth, scales=scales)
-        want = (factors[0].double() * scales[..., None]) @ (factors[1].double() * scales[:, None])
-        torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(out.double(), want, rtol=0.0, atol=3e-4 if halved else 2e-5)
+    both = torch.empty(2, 3, rows, columns, dtype=torch.bfloat16)
+    grouped_product_(both, *operands, depth, alpha=0.5, beta=-2.0, added=places_of(added))
+    torch.testing.assert_close(both.float().sum(0), out, rtol=2.0**-17, atol=1e-30)
 
 
-def _as_tf32(values: Tensor) -> Tensor:
-    """Rounded to ten bits after the point, ties away from zero, as tensor cores have it converted."""
-    return ((values.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
-
-
-def test_three_parts_are_as_accurate_as_single_precision() -> None:
-    """What tensor cores make of "tf32x3", worked out by hand; in one part a thousand times the error would be left."""
+def test_three_products_of_halves_leave_little() -> None:
+    """What tensor cores make of "bf16x3", worked out by hand; one product would leave 500 times the error."""
     left, right = randn(64, 512, seed=1), randn(512, 64, seed=2)
     exact = left.double() @ right.double()
     size = left.double().abs() @ right.double().abs()
-    high = [_as_tf32(part) for part in (left, right)]
-    low = [_as_tf32(part - top) for part, top in zip((left, right), high, strict=True)]
+    high = [part.bfloat16().float() for part in (left, right)]
+    low = [(part - top).bfloat16().float() for part, top in zip((left, right), high, strict=True)]
 
     def error(*pairs: tuple[Tensor, Tensor]) -> float:
         # Products of such numbers are exact in single precision, and added up in it.
@@ -179,5 +186,4 @@ def test_three_parts_are_as_accurate_as_single_precision() -> None:
         return float(((total.double() - exact).abs() / size).max())
 
     three = error((low[0], high[1]), (high[0], low[1]), (high[0], high[1]))
-    assert three < 2.0**-20 < 2.0**-15 < error((high[0], high[1]))
-    assert three < 4 * error((left, right))
+    assert three < 2.0**-19 < 2.0**-12 < error((high[0], high[1]))

@@ -37,7 +37,11 @@ from megatron_patches.parameters import describe_chunks
 from rankwise.layout.layout import LayoutError
 from rankwise.routing.roles import Role
 
-OPTIONS: dict[str, dict[str, Any]] = {"ldadam": {"rank": 2}, "mars-m": {"ns_dtype": "float32"}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ldadam": {"rank": 2},
+    "ldadam-narrow": {"rank": 2},
+    "mars-m": {"ns_dtype": "float32"},
+}
 BEFORE, AFTER = 2, 2
 # Of the largest change of a weight; matrices of a few rows make the most of how sums are ordered.
 LARGEST = 1e-5

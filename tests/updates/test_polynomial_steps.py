@@ -108,11 +108,11 @@ def test_published_bits() -> None:
 @pytest.mark.parametrize("steps", range(3, 9))
 @pytest.mark.parametrize("symmetric", [0.5, 1.0])
 def test_work_of_both_forms(symmetric: float, steps: int) -> None:
-    """By hand, in products: two long ones a run of three steps; whole ones for Q and R between its steps."""
+    """By hand, in products: two long ones a run of three steps; symmetric ones for Q and R between its steps."""
     runs = [min(3, steps - start) for start in range(0, steps, 3)]
     short, long = 7, 31
     square, cube = 2 * short**2 * long, 2 * short**3
-    by_hand = sum((symmetric + 1) * square + (symmetric * run + 3 * (run - 1)) * cube for run in runs)
+    by_hand = sum((symmetric + 1) * square + symmetric * (run + 3 * (run - 1)) * cube for run in runs)
     assert operations(short, long, steps, symmetric, True) == pytest.approx(by_hand)
 
 
@@ -133,6 +133,31 @@ def test_gram_matrices_bear_every_spectrum(shape: tuple[int, int], dtype: torch.
         found = iterate_on_gram(exact.to(dtype), table).double()
         assert largest(found[0]) < bound and largest(plain[0]) < bound
         assert (found - expected).norm() < 10 * (plain - expected).norm() + 1e-7 * expected.norm()
+
+
+MEASURED = {
+    **{name: sigma for name, sigma in spectra(192).items() if name != "to 1e-2"},
+    "1/i": 1 / torch.arange(1.0, 193.0, dtype=F64),
+    "1/i^2": torch.arange(1.0, 193.0, dtype=F64) ** -2,
+    "two levels": torch.cat([torch.ones(96, dtype=F64), torch.full((96,), 0.01, dtype=F64)]),
+}
+
+
+@pytest.mark.parametrize("spectrum", MEASURED)
+def test_the_published_polynomial_on_gram_matrices_in_float16(spectrum: str) -> None:
+    """Gains of directions above 0.001 of the norm, and what is off all directions, beside bfloat16 on matrices."""
+    left, right = basis(192, 512)
+    sigma = MEASURED[spectrum] / MEASURED[spectrum].norm()
+    exact = with_values(192, 512, sigma)[None]
+    gains, off = [], []
+    for dtype in (F16, BF16):
+        found = orthogonalise(exact.to(dtype), quintics("published", 5))[0].double()
+        gains.append((left.mT @ found @ right.mT).diagonal())
+        off.append(float((found - left @ torch.diag(gains[-1]) @ right).norm()))
+    large = gains[0][sigma > 1e-3]
+    assert 0.47 < float(large.min()) and float(large.max()) < 1.21
+    assert off[0] < off[1] or spectrum == "rank one"
+    assert float(gains[0].abs().max()) < 1.21
 
 
 @pytest.mark.parametrize("name", SETS)

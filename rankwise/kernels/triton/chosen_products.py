@@ -70,6 +70,7 @@ def chosen(halved: Products, x: Tensor, turned: bool = False, timed: bool = Fals
     return Products(
         (halved if square else PLAIN).square,
         (halved if polynomial else PLAIN).polynomial,
+        (halved if polynomial else PLAIN).step,
         halved.symmetric if square and polynomial else PLAIN.symmetric,
     )
 

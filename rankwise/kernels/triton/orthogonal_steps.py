@@ -41,7 +41,7 @@ def orthogonal_steps_(jobs: Sequence[OrthogonalStep], product: torch.dtype, time
 
     Args:
         jobs: Steps whose tensors are contiguous fp32 runs.
-        product: Type of the products.
+        product: Type of the products of jobs that name none.
         timed: Whether the products may be timed, as :func:`.chosen_products.chosen` says.
 
     Raises:
@@ -54,7 +54,7 @@ def orthogonal_steps_(jobs: Sequence[OrthogonalStep], product: torch.dtype, time
     squares = steps.squared_norms(momenta, None, 0.0)
     for job, matrices in stacks:
         norms, squares = squares[: len(matrices)], squares[len(matrices) :]
-        _step_together(job, matrices, norms, product, timed)
+        _step_together(job, matrices, norms, job.product or product, timed)
 
 
 _Matrix = tuple[Tensor, Tensor]
@@ -66,14 +66,16 @@ def _stacks(jobs: Sequence[OrthogonalStep], product: torch.dtype) -> Iterator[tu
 
     def sign(job: OrthogonalStep) -> tuple[Any, ...]:
         rate = id(job.lr) if isinstance(job.lr, Tensor) else job.lr
-        return job.shape, job.eps, job.factor, rate, job.weight_decay, job.cautious, job.steps, job.coefficients
+        numbers = job.eps, job.factor, rate, job.weight_decay, job.cautious, job.steps, job.coefficients
+        return job.shape, str(job.product), *numbers
 
     for _, group in groupby(sorted(jobs, key=sign), sign):
         stacked = list(group)
         matrices = [matrix for job in stacked for matrix in job.matrices()]
         short, long = sorted(stacked[0].shape)
         table = quintics(stacked[0].coefficients, stacked[0].steps)
-        at_once = SCRATCH // (product.itemsize * scratch(short, long, product, table))
+        own = stacked[0].product or product
+        at_once = SCRATCH // (own.itemsize * scratch(short, long, own, table))
         at_once = min(max(1, at_once), _MOST)
         for first in range(0, len(matrices), at_once):
             yield stacked[0], matrices[first : first + at_once]

@@ -1,10 +1,15 @@
-r"""Newton-Schulz iterations do half the work of the symmetric products ``X X^T`` and ``b A + c A^2``.
+r"""Newton-Schulz iterations do half the work of their symmetric products: ``X X^T``, ``b A + c A^2``, ``a O + L R``.
 
 Only the tiles on and below the diagonal are computed, and the others mirrored: a step takes ``3 m^2 n + m^3``
-operations rather than ``4 m^2 n + 2 m^3``. Offsets have 64 bits, so that a stack may have more than 2^31 elements.
+operations rather than ``4 m^2 n + 2 m^3``. Offsets inside a matrix have 32 bits where it is small enough; a stack may
+have more than 2^31 elements. From sm_90 on tiles are copied by descriptors (TMA), which take no registers.
 """
 
 from __future__ import annotations
+
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -12,10 +17,10 @@ from torch import Tensor
 
 from rankwise.kernels.triton.chosen_products import chosen
 from rankwise.kernels.triton.language import ceil_div, jit, launch
-from rankwise.updates.polynomial_steps import Products, orthogonalise
-from rankwise.updates.polynomials import quintics
+from rankwise.updates import newton_schulz as linalg
+from rankwise.updates.polynomial_steps import Products
 
-__all__ = ["HALVED", "newton_schulz", "symmetric_polynomial", "symmetric_product"]
+__all__ = ["HALVED", "newton_schulz", "symmetric_polynomial", "symmetric_product", "symmetric_step"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -29,40 +34,17 @@ def newton_schulz(
     *,
     timed: bool = False,
 ) -> Tensor:
-    """Orthogonalise as :func:`rankwise.updates.newton_schulz.newton_schulz` does, with two of three products halved.
+    """Orthogonalise as :func:`rankwise.updates.newton_schulz.newton_schulz` does, symmetric products being halved.
 
-    Args:
-        matrix: (..., m, n).
-        steps: Iterations, at least 1.
-        dtype: Type of the products, which are accumulated in float32; None: the type of ``matrix``.
-        eps: Number added to the norm.
-        coefficients: Name of the polynomials.
-        timed: Whether the products may be timed, as :func:`.chosen_products.chosen` says.
-
-    Returns:
-        (..., m, n) in the dtype of ``matrix``.
-
-    Raises:
-        ValueError: There are fewer than two dimensions, the type of the products is none of bfloat16, float16 and
-            float32, or ``steps`` is below 1 or not among those of ``coefficients``.
+    Products are in bfloat16, float16 or float32; ``timed`` says whether they may be timed (:mod:`.chosen_products`).
     """
-    dtype = matrix.dtype if dtype is None else dtype
-    if matrix.ndim < 2 or dtype not in _DTYPES or steps < 1:
+    if matrix.ndim >= 2 and (dtype or matrix.dtype) not in _DTYPES:
         raise ValueError(
-            f"newton_schulz takes (..., m, n), products in {', '.join(map(str, _DTYPES))} and at least one step, got "
-            f"{tuple(matrix.shape)}, {dtype} and {steps}; use rankwise.updates.newton_schulz for others"
+            f"products must be in {', '.join(map(str, _DTYPES))}, got {dtype or matrix.dtype}; use "
+            "rankwise.updates.newton_schulz for others"
         )
-    table = quintics(coefficients, steps)
-    if matrix.numel() == 0:
-        return torch.empty_like(matrix)
-    tall = matrix.shape[-2] > matrix.shape[-1]
-    stack = matrix.reshape(-1, *matrix.shape[-2:])
-    wide_enough = stack if stack.dtype in (torch.float32, torch.float64) else stack.float()
-    norm = torch.linalg.vector_norm(wide_enough, dim=(-2, -1), keepdim=True)
-    # The list is emptied below, so that only the iteration holds its start, and its memory is freed sooner.
-    start = [(wide_enough / (norm + eps)).to(dtype).contiguous()]
-    products = chosen(HALVED, start[0], tall, timed)
-    return orthogonalise(start.pop(), table, products, tall).to(matrix.dtype).reshape(matrix.shape)
+    choose = partial(chosen, HALVED, timed=timed)
+    return linalg.newton_schulz(matrix, steps, dtype, eps, coefficients, choose)
 
 
 def symmetric_product(x: Tensor) -> Tensor:
@@ -74,7 +56,7 @@ def symmetric_product(x: Tensor) -> Tensor:
     Returns:
         (b, m, m) in the same type, accumulated in float32.
     """
-    return _product(x, None, 1.0, 0.0)
+    return _product(x, x, None, 1.0, 0.0)
 
 
 def symmetric_polynomial(gram: Tensor, linear: float, square: float) -> Tensor:
@@ -88,89 +70,160 @@ def symmetric_polynomial(gram: Tensor, linear: float, square: float) -> Tensor:
     Returns:
         (b, m, m) in the same type, accumulated in float32.
     """
-    return _product(gram, gram.contiguous(), square, linear)
+    gram = gram.contiguous()
+    return _product(gram, gram, gram, square, linear)
 
 
-HALVED = Products(symmetric_product, symmetric_polynomial, 0.5)
+def symmetric_step(left: Tensor, right: Tensor, own: Tensor, share: float) -> Tensor:
+    """Return ``share O + L R`` of symmetric matrices that commute, exactly symmetric.
+
+    Args:
+        left: ``L`` (b, m, m).
+        right: ``R`` (b, m, m).
+        own: ``O`` (b, m, m), contiguous.
+        share: Factor of ``O``.
+
+    Returns:
+        (b, m, m) in the same type, accumulated in float32.
+    """
+    return _product(left, right, own, 1.0, share)
+
+
+HALVED = Products(symmetric_product, symmetric_polynomial, symmetric_step, 0.5)
 """Products that take half the work."""
 
 
-def _product(x: Tensor, addend: Tensor | None, alpha: float, beta: float) -> Tensor:
+def _product(x: Tensor, y: Tensor, addend: Tensor | None, alpha: float, beta: float) -> Tensor:
+    """Return ``alpha X Y^T + beta D``, which is symmetric."""
     batch, rows, columns = x.shape
     out = torch.empty(batch, rows, rows, dtype=x.dtype, device=x.device)
     single = x.dtype == torch.float32
     # Products in float32 run without tensor cores, and their accumulators fill the registers sooner.
     block, depth, warps, stages = (64, 32, 4, 3) if single else (128, 64, 8, 3)
     tiles = ceil_div(rows, block)
+    turned = x.stride(1) == 1 and y.stride(1) == 1 and columns > 1
+    described = (
+        not single and _has_descriptors(x.device) and _fits_descriptor(x, turned) and _fits_descriptor(y, turned)
+    )
+    spans = (sum((size - 1) * stride for size, stride in zip(z.shape[1:], z.stride()[1:], strict=True)) for z in (x, y))
     launch(
         _symmetric_kernel,
-        (tiles, tiles, batch),
+        (tiles * (tiles + 1) // 2, batch),
         x.device,
-        x,
+        *((_descriptor(z, turned, block, depth) if described else z) for z in (x, y)),
         out if addend is None else addend,
         out,
         rows,
         columns,
         *x.stride(),
+        *y.stride(),
         float(alpha),
         float(beta),
         ADD=addend is not None,
+        DESCRIBED=described,
+        TURNED=turned,
+        LARGE=max(rows * rows, *spans) >= 1 << 31,
         PRECISION="ieee",
         BLOCK=block,
         DEPTH=depth,
         num_warps=warps,
-        num_stages=stages,
+        num_stages=stages + (described and addend is not None),
     )
     return out
+
+
+@cache
+def _has_descriptors(device: torch.device) -> bool:
+    """Whether the device copies tiles by descriptors (TMA, since sm_90), and Triton makes them on the host (3.4)."""
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    return find_spec("triton.tools.tensor_descriptor") is not None
+
+
+def _fits_descriptor(x: Tensor, turned: bool) -> bool:
+    """Whether rows, of the transposed matrix if that lies in memory, begin at multiples of 16 bytes."""
+    inner, outer = (1, 2) if turned else (2, 1)
+    aligned = all(x.stride(axis) * x.itemsize % 16 == 0 for axis in (0, outer)) and x.data_ptr() % 16 == 0
+    return aligned and x.stride(inner) == 1
+
+
+def _descriptor(x: Tensor, turned: bool, block: int, depth: int) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    lying = x.mT if turned else x
+    sides = [depth, block] if turned else [block, depth]
+    return TensorDescriptor(lying, list(lying.shape), list(lying.stride()), [1, *sides])
 
 
 @jit
 def _symmetric_kernel(
     x: tl.tensor,
+    y: tl.tensor,
     addend: tl.tensor,
     out: tl.tensor,
     rows: tl.tensor,
     columns: tl.tensor,
-    stride_batch: tl.tensor,
-    stride_row: tl.tensor,
-    stride_column: tl.tensor,
+    x_batch: tl.tensor,
+    x_row: tl.tensor,
+    x_column: tl.tensor,
+    y_batch: tl.tensor,
+    y_row: tl.tensor,
+    y_column: tl.tensor,
     alpha: tl.tensor,
     beta: tl.tensor,
     ADD: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    TURNED: tl.constexpr,
+    LARGE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPTH: tl.constexpr,
 ) -> None:
-    below = tl.program_id(0)
-    beside = tl.program_id(1)
-    if beside <= below:
-        batch = tl.program_id(2).to(tl.int64)
-        first = (below * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-        second = (beside * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-        along = tl.arange(0, DEPTH).to(tl.int64)
-        x += batch * stride_batch
-        left = x + first[:, None] * stride_row + along[None, :] * stride_column
-        right = x + second[None, :] * stride_row + along[:, None] * stride_column
-        total = tl.full((BLOCK, BLOCK), 0.0, tl.float32)
+    # Programs go through the triangle row by row: 0; 1, 2; 3, 4, 5. The root may be rounded to a neighbour.
+    tile = tl.program_id(0)
+    below = ((tl.sqrt(8.0 * tile.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+    below -= (below * (below + 1) // 2 > tile).to(tl.int32)
+    below += ((below + 1) * (below + 2) // 2 <= tile).to(tl.int32)
+    beside = tile - below * (below + 1) // 2
+    batch = tl.program_id(1)
+    first = below * BLOCK + tl.arange(0, BLOCK)
+    second = beside * BLOCK + tl.arange(0, BLOCK)
+    along = tl.arange(0, DEPTH)
+    if LARGE:
+        first, second, along = first.to(tl.int64), second.to(tl.int64), along.to(tl.int64)
+    total = tl.full((BLOCK, BLOCK), 0.0, tl.float32)
+    if DESCRIBED:
+        for start in range(0, columns, DEPTH):
+            if TURNED:
+                a = tl.trans(tl.reshape(x.load([batch, start, below * BLOCK]), (DEPTH, BLOCK)))
+                b = tl.reshape(y.load([batch, start, beside * BLOCK]), (DEPTH, BLOCK))
+            else:
+                a = tl.reshape(x.load([batch, below * BLOCK, start]), (BLOCK, DEPTH))
+                b = tl.trans(tl.reshape(y.load([batch, beside * BLOCK, start]), (BLOCK, DEPTH)))
+            total = tl.dot(a, b, total)
+    else:
+        left = x + batch.to(tl.int64) * x_batch + (first[:, None] * x_row + along[None, :] * x_column)
+        right = y + batch.to(tl.int64) * y_batch + (second[None, :] * y_row + along[:, None] * y_column)
         for start in range(0, columns, DEPTH):
             in_left = (first[:, None] < rows) & (start + along[None, :] < columns)
             in_right = (second[None, :] < rows) & (start + along[:, None] < columns)
             a = tl.load(left, mask=in_left, other=0.0)
             b = tl.load(right, mask=in_right, other=0.0)
             total = tl.dot(a, b, total, input_precision=PRECISION)
-            left += DEPTH * stride_column
-            right += DEPTH * stride_column
-        value = total * alpha
-        place = batch * rows * rows + first[:, None] * rows + second[None, :]
-        inside = (first[:, None] < rows) & (second[None, :] < rows)
-        if ADD:
-            value += beta * tl.load(addend + place, mask=inside, other=0.0).to(tl.float32)
-        value = value.to(out.dtype.element_ty)
-        if beside == below:
-            # A tile on the diagonal is made exactly symmetric, whatever the order of its sums.
-            value = tl.where(first[:, None] >= second[None, :], value, tl.trans(value))
-        tl.store(out + place, value, mask=inside)
-        if beside < below:
-            mirrored = batch * rows * rows + second[:, None] * rows + first[None, :]
-            inside = (second[:, None] < rows) & (first[None, :] < rows)
-            tl.store(out + mirrored, tl.trans(value), mask=inside)
+            left += DEPTH * x_column
+            right += DEPTH * y_column
+    value = total * alpha
+    start_of_matrix = batch.to(tl.int64) * rows * rows
+    place = start_of_matrix + (first[:, None] * rows + second[None, :])
+    inside = (first[:, None] < rows) & (second[None, :] < rows)
+    if ADD:
+        value += beta * tl.load(addend + place, mask=inside, other=0.0).to(tl.float32)
+    value = value.to(out.dtype.element_ty)
+    if beside == below:
+        # A tile on the diagonal is made exactly symmetric, whatever the order of its sums.
+        value = tl.where(first[:, None] >= second[None, :], value, tl.trans(value))
+    tl.store(out + place, value, mask=inside)
+    if beside < below:
+        mirrored = start_of_matrix + (second[:, None] * rows + first[None, :])
+        inside = (second[:, None] < rows) & (first[None, :] < rows)
+        tl.store(out + mirrored, tl.trans(value), mask=inside)

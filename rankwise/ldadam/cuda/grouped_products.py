@@ -1,8 +1,7 @@
 r"""One launch computes ``O = alpha A B + beta D`` for many matrices of one shape, wherever they lie.
 
 The operands are read once and the result is written once, if the caches keep what tiles read again. Sums are in fp32.
-With precision "tf32x3" tensor cores multiply in three parts, which is as accurate as "ieee" to the last bits; with
-"tf32" they multiply in one.
+Tensor cores multiply halves (:mod:`.halves`); fp32 is multiplied as it is.
 """
 
 from __future__ import annotations
@@ -20,11 +19,13 @@ from torch import Tensor
 from rankwise.kernels import graphs
 from rankwise.kernels.triton.language import ceil_div, jit, launch
 from rankwise.kernels.triton.tables import KEPT_TABLES, Table, table_here
+from rankwise.ldadam.cuda.halves import multiply_halves, read_halves, split
 
-__all__ = ["Operand", "grouped_product_", "keep_", "places_of", "table_of_pairs"]
+__all__ = ["Operand", "grouped_product_", "keep_", "operand_of", "places_of", "table_of_pairs"]
 
-_ROWS, _COLUMNS, _DEPTH = 128, 64, 32
-_LEAST = 16
+_FLOAT32, _HALVES = (128, 64), (128, 128)
+"""Rows and columns of a tile."""
+_DEPTH, _LEAST = 32, 16
 _ENOUGH = 256  # With fewer programs than this, smaller tiles occupy more of the device.
 _BLOCK = 1024
 
@@ -35,15 +36,23 @@ class Operand(NamedTuple):
     Attributes:
         places: Address of each pair's factor, as a range or a tuple.
         strides: Strides of a row and of a column, in elements.
+        low: Elements from the high half to the low one; 0: the factors are float32.
     """
 
     places: Sequence[int]
     strides: tuple[int, int]
+    low: int = 0
 
     @property
     def turned(self) -> Operand:
         """The transposed factor."""
-        return Operand(self.places, self.strides[::-1])
+        return Operand(self.places, self.strides[::-1], self.low)
+
+
+def operand_of(factors: Sequence[Tensor], strides: tuple[int, int]) -> Operand:
+    """Return the operand that tensors are, or halves that were made together, with the strides of a factor."""
+    low = factors[0].stride(0) if factors[0].dtype == torch.bfloat16 else 0
+    return Operand(tuple(factor.data_ptr() for factor in factors), strides, low)
 
 
 def places_of(stack: Tensor) -> Sequence[int]:
@@ -76,54 +85,53 @@ def grouped_product_(
     alpha: float = 1.0,
     beta: float = 0.0,
     added: Sequence[int] | None = None,
-    scales: Tensor | None = None,
-    precision: str = "ieee",
 ) -> None:
     """Compute ``O = alpha A B + beta D`` for every pair.
 
     Args:
-        out: ``O`` (pairs, rows, columns), contiguous fp32, overwritten.
-        left: ``A``, (rows, depth) each, fp32.
-        right: ``B``, (depth, columns) each, fp32.
+        out: ``O`` (pairs, rows, columns), contiguous fp32, or its halves (2, pairs, rows, columns); overwritten.
+        left: ``A``, (rows, depth) each, fp32 or halves.
+        right: ``B``, (depth, columns) each, of the kind of ``A``.
         depth: Length of the sums.
         alpha: Factor of the product.
         beta: Factor of ``D``.
-        added: Addresses of ``D``, (rows, columns) each and contiguous, as a range or a tuple; ``D`` may be ``O``. None:
-            nothing is added.
-        scales: (pairs, rows), for products with as many rows as columns: row i of ``A`` and column i of ``B`` are
-            multiplied by entry i, before anything can overflow. None: nothing is scaled.
-        precision: Precision of the product, "ieee", "tf32x3" or "tf32".
+        added: Addresses of ``D``, (rows, columns) each and contiguous fp32, as a range or a tuple; ``D`` may be ``O``.
+            None: nothing is added.
     """
-    pairs, rows, columns = out.shape
-    targets = places_of(out)
+    pairs, rows, columns = out.shape[-3:]
+    halved = out.dim() == 4
+    targets = places_of(out[0] if halved else out)
     table, aligned = _table((left.places, right.places, targets if added is None else added, targets), out.device)
-    enough = pairs * ceil_div(rows, _ROWS) * ceil_div(columns, _COLUMNS) >= _ENOUGH
-    largest = _ROWS if enough else _ROWS // 2, _COLUMNS
+    most = _HALVES if left.low else _FLOAT32
+    if pairs * ceil_div(rows, most[0]) * ceil_div(columns, most[1]) < _ENOUGH:
+        most = most[0] // 2, 64
     tile = [
-        min(most, max(_LEAST, 1 << (size - 1).bit_length()))
-        for most, size in zip(largest, (rows, columns), strict=True)
+        min(largest, max(_LEAST, 1 << (size - 1).bit_length()))
+        for largest, size in zip(most, (rows, columns), strict=True)
     ]
     launch(
         _grouped_product_kernel,
         (ceil_div(columns, tile[1]), ceil_div(rows, tile[0]), pairs),
         out.device,
         table,
-        out if scales is None else scales,
         rows,
         columns,
         depth,
         *left.strides,
+        left.low,
         *right.strides,
+        right.low,
+        out.stride(0) if halved else 0,
         float(alpha),
         float(beta),
-        SCALED=scales is not None,
         ADDED=added is not None,
+        HALVED=left.low > 0,
+        OUT_HALVED=halved,
         ALIGNED=aligned,
-        PRECISION=precision,
         ROWS=tile[0],
         COLUMNS=tile[1],
         DEPTH=_DEPTH,
-        num_warps=4,
+        num_warps=8 if tile[0] * tile[1] > 8192 else 4,
     )
 
 
@@ -153,59 +161,63 @@ def _keep_kernel(table: tl.tensor, found: tl.tensor, failed: tl.tensor, numel: t
 @jit
 def _grouped_product_kernel(
     table: tl.tensor,
-    scales: tl.tensor,
     rows: tl.tensor,
     columns: tl.tensor,
     depth: tl.tensor,
     left_row: tl.tensor,
     left_depth: tl.tensor,
+    left_low: tl.tensor,
     right_depth: tl.tensor,
     right_column: tl.tensor,
+    right_low: tl.tensor,
+    out_low: tl.tensor,
     alpha: tl.tensor,
     beta: tl.tensor,
-    SCALED: tl.constexpr,
     ADDED: tl.constexpr,
+    HALVED: tl.constexpr,
+    OUT_HALVED: tl.constexpr,
     ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ) -> None:
     entry = tl.program_id(2).to(tl.int64)
-    left = tl.load(table + 4 * entry).to(tl.pointer_type(tl.float32))
-    right = tl.load(table + 4 * entry + 1).to(tl.pointer_type(tl.float32))
+    ELEMENT: tl.constexpr = tl.bfloat16 if HALVED else tl.float32
+    left = tl.load(table + 4 * entry).to(tl.pointer_type(ELEMENT))
+    right = tl.load(table + 4 * entry + 1).to(tl.pointer_type(ELEMENT))
     added = tl.load(table + 4 * entry + 2).to(tl.pointer_type(tl.float32))
-    out = tl.load(table + 4 * entry + 3).to(tl.pointer_type(tl.float32))
+    out = tl.load(table + 4 * entry + 3).to(tl.pointer_type(tl.bfloat16 if OUT_HALVED else tl.float32))
     if ALIGNED:
         left = tl.multiple_of(left, 16)
         right = tl.multiple_of(right, 16)
         added = tl.multiple_of(added, 16)
         out = tl.multiple_of(out, 16)
-    at_rows = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    at_columns = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    if SCALED:
-        row_scale = tl.load(scales + entry * rows + at_rows, mask=at_rows < rows, other=0.0)
-        column_scale = tl.load(scales + entry * rows + at_columns, mask=at_columns < columns, other=0.0)
+    # Inside a matrix offsets have 32 bits.
+    at_rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    at_columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
     for first in range(0, depth, DEPTH):
         along = first + tl.arange(0, DEPTH)
-        a = tl.load(
-            left + at_rows[:, None] * left_row + along[None, :] * left_depth,
-            mask=(at_rows[:, None] < rows) & (along[None, :] < depth),
-            other=0.0,
-        )
-        b = tl.load(
-            right + along[:, None] * right_depth + at_columns[None, :] * right_column,
-            mask=(along[:, None] < depth) & (at_columns[None, :] < columns),
-            other=0.0,
-        )
-        if SCALED:
-            a = a * row_scale[:, None]
-            b = b * column_scale[None, :]
-        total = tl.dot(a, b, total, input_precision=PRECISION)
+        at_left = left + (at_rows[:, None] * left_row + along[None, :] * left_depth)
+        at_right = right + (along[:, None] * right_depth + at_columns[None, :] * right_column)
+        in_left = (at_rows[:, None] < rows) & (along[None, :] < depth)
+        in_right = (along[:, None] < depth) & (at_columns[None, :] < columns)
+        if HALVED:
+            a_high, a_low = read_halves(at_left, left_low, in_left)
+            b_high, b_low = read_halves(at_right, right_low, in_right)
+            total = multiply_halves(a_high, a_low, b_high, b_low, total)
+        else:
+            a = tl.load(at_left, mask=in_left, other=0.0)
+            b = tl.load(at_right, mask=in_right, other=0.0)
+            total = tl.dot(a, b, total, input_precision="ieee")
     place = at_rows[:, None] * columns + at_columns[None, :]
     inside = (at_rows[:, None] < rows) & (at_columns[None, :] < columns)
     result = alpha * total
     if ADDED:
         result += beta * tl.load(added + place, mask=inside, other=0.0)
-    tl.store(out + place, result, mask=inside)
+    if OUT_HALVED:
+        high, low = split(result)
+        tl.store(out + place, high, mask=inside)
+        tl.store(out + out_low + place, low, mask=inside)
+    else:
+        tl.store(out + place, result, mask=inside)

@@ -1,10 +1,8 @@
 r"""LDAdam steps shards by ``W -= lr U D`` and ``F = C - U Z``.
 
 Bytes (fp32) per element of a shard: weight 4 read and 4 written, and with error feedback 4 read and 4 (bfloat16
-buffer: 2) written; neither product of factors is ever in memory.
-
-Products are in full fp32, because the error buffer is a difference of them. On an H200, tensor cores, which would
-multiply in parts, are slower in tiles that leave room for all that is read and written beside the products.
+buffer: 2) written; neither product of factors is ever in memory. The error buffer, a difference of a float32 number and
+one of these products, is as exact as ``Z``: what halves leave out of the product is 2 to 5e-7 of the buffer.
 """
 
 from __future__ import annotations
@@ -23,18 +21,21 @@ from rankwise.kernels.triton.language import ceil_div, device_scalar, jit, launc
 from rankwise.kernels.triton.segments import addresses, tiles_of
 from rankwise.kernels.triton.steps import number
 from rankwise.kernels.triton.tables import table_here
+from rankwise.ldadam.cuda.halves import in_halves, multiply_halves, read_halves
 from rankwise.updates.adamw import Scalar
 
 __all__ = ["Factors", "low_rank_step_"]
 
-# Rows, columns and summed-over entries of a tile.
-BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 64, 64, 16
+BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 128, 64, 32
+"""Rows, columns and summed-over entries of a tile."""
 _STAGES = 2
 _ERROR_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 class Factors(NamedTuple):
-    """What the owner of a matrix returns for one shard, contiguous fp32; m <= n are the sides of the matrix.
+    """What the owner of a matrix returns for one shard, contiguous fp32 or halves; m <= n are the sides of the matrix.
+
+    Halves are (2, ...) of the shapes below, and of all shards of a launch as far apart, for each kind of factor.
 
     Attributes:
         start: Flat index of the shard's first element in its (rows, cols) parameter.
@@ -47,6 +48,11 @@ class Factors(NamedTuple):
     basis: Tensor
     direction: Tensor
     kept: Tensor | None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that there are."""
+        return [self.basis, self.direction] if self.kept is None else [self.basis, self.direction, self.kept]
 
 
 def low_rank_step_(
@@ -81,14 +87,28 @@ def low_rank_step_(
     if (errors is None) != (sources is None) or feedback != all(part.kept is not None for part in factors):
         raise ValueError("error feedback needs sources, errors and every shard's kept factor; pass all or none")
     device = params[0].device
-    rank, long = factors[0].direction.shape
+    rank, long = factors[0].direction.shape[-2:]
+    if factors[0].basis.dtype == torch.float32:
+        halves = iter(in_halves([tensor for part in factors for tensor in part.tensors]))
+        factors = [
+            Factors(part.start, next(halves), next(halves), None if part.kept is None else next(halves))
+            for part in factors
+        ]
+    lows = [tensor.stride(0) for tensor in factors[0].tensors]
     error_dtype = errors[0].dtype if errors else torch.float32
     rows = _shard_rows(params, factors, sources, errors, error_dtype)
     table = table_here(tuple(chain.from_iterable(rows)), device)
     aligned = reduce(or_, chain.from_iterable(rows), cols) % 16 == 0
     ends = [(part.start % cols + param.numel(), param.numel()) for part, param in zip(factors, params, strict=True)]
+    # Of whole matrices, whose factors are read along the rows many elements at a time.
+    even = all(
+        (part.start // cols | ceil_div(part.start + n, cols)) % 16 == 0
+        for part, (_, n) in zip(factors, ends, strict=True)
+    )
     touched = tuple(ceil_div(end, cols) if numel else 0 for end, numel in ends)
-    tiles = tiles_of(touched, BLOCK_ROWS, device)
+    # Without alignment, addresses of single elements take registers.
+    block_rows = BLOCK_ROWS if aligned else BLOCK_ROWS // 2
+    tiles = tiles_of(touched, block_rows, device)
     launch(
         _step_kernel,
         (tiles.count, ceil_div(cols, BLOCK_COLUMNS)),
@@ -99,6 +119,8 @@ def low_rank_step_(
         float(weight_decay),
         cols,
         rank,
+        *lows,
+        *([0] * (3 - len(lows))),
         # These are strides of the factor with the parameter's rows, and of the factor with its columns.
         *((1, long, 1, rank) if right else (rank, 1, long, 1)),
         RIGHT=right,
@@ -106,11 +128,11 @@ def low_rank_step_(
         LR_ON_DEVICE=isinstance(lr, Tensor),
         ERROR=_ERROR_TYPES[error_dtype],
         ALIGNED=aligned,
-        ROWS=BLOCK_ROWS,
+        EVEN=even,
+        ROWS=block_rows,
         COLUMNS=BLOCK_COLUMNS,
         DEPTH=BLOCK_DEPTH,
-        # Without alignment, addresses of single elements take registers.
-        num_warps=4 if aligned else 8,
+        num_warps=8,
         num_stages=_STAGES,
     )
 
@@ -133,14 +155,18 @@ def _shard_rows(
     shapes = {(part.basis.shape, part.direction.shape) for part in factors}
     if len(shapes) != 1 or any(part.kept is not None and part.kept.shape != part.direction.shape for part in factors):
         raise ValueError("the factors of one launch must have the same shapes; call once per shape")
+
+    def places(tensors: Sequence[Tensor]) -> list[int]:
+        return addresses([half[0] for half in tensors], torch.bfloat16)
+
     kept = [part.kept for part in factors if part.kept is not None]
     columns = (
         addresses(params),
         none if sources is None else addresses(sources),
         none if errors is None else addresses(errors, error_dtype),
-        addresses([part.basis for part in factors]),
-        addresses([part.direction for part in factors]),
-        addresses(kept) if kept else none,
+        places([part.basis for part in factors]),
+        places([part.direction for part in factors]),
+        places(kept) if kept else none,
         lengths,
         [part.start for part in factors],
     )
@@ -155,6 +181,9 @@ def _step_kernel(
     weight_decay: tl.tensor,
     cols: tl.tensor,
     rank: tl.tensor,
+    basis_low: tl.tensor,
+    ahead_low: tl.tensor,
+    kept_low: tl.tensor,
     left_row: tl.tensor,
     left_rank: tl.tensor,
     right_rank: tl.tensor,
@@ -164,6 +193,7 @@ def _step_kernel(
     LR_ON_DEVICE: tl.constexpr,
     ERROR: tl.constexpr,
     ALIGNED: tl.constexpr,
+    EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -175,37 +205,44 @@ def _step_kernel(
     weights = tl.load(row).to(tl.pointer_type(tl.float32))
     sources = tl.load(row + 1).to(tl.pointer_type(tl.float32))
     errors = tl.load(row + 2).to(tl.pointer_type(ERROR))
-    basis = tl.load(row + 3).to(tl.pointer_type(tl.float32))
-    ahead = tl.load(row + 4).to(tl.pointer_type(tl.float32))
-    kept = tl.load(row + 5).to(tl.pointer_type(tl.float32))
+    basis = tl.load(row + 3).to(tl.pointer_type(tl.bfloat16))
+    ahead = tl.load(row + 4).to(tl.pointer_type(tl.bfloat16))
+    kept = tl.load(row + 5).to(tl.pointer_type(tl.bfloat16))
     if ALIGNED:
         length, start = tl.multiple_of(length, 16), tl.multiple_of(start, 16)
         weights, sources, errors = tl.multiple_of(weights, 16), tl.multiple_of(sources, 16), tl.multiple_of(errors, 16)
         basis, ahead, kept = tl.multiple_of(basis, 16), tl.multiple_of(ahead, 16), tl.multiple_of(kept, 16)
-    rows = start // cols + tl.load(tiles + 2 * tile + 1) + tl.arange(0, ROWS)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    at = rows[:, None] * cols + columns[None, :] - start
-    inside = (columns[None, :] < cols) & (at >= 0) & (at < length)
+    first_row = (start // cols + tl.load(tiles + 2 * tile + 1)).to(tl.int32)
     # A tile may reach beyond the shard's rows, which need not exist in the matrix and are not read.
-    existing = (rows * cols + cols > start) & (rows * cols < start + length)
+    end_row = ((start + length + cols - 1) // cols).to(tl.int32)
+    if EVEN:
+        first_row, end_row = tl.multiple_of(first_row, 16), tl.multiple_of(end_row, 16)
+    rows = first_row + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    at = rows.to(tl.int64)[:, None] * cols + columns[None, :] - start
+    inside = (columns[None, :] < cols) & (at >= 0) & (at < length)
     moved = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
     lost = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
     for first in range(0, rank, DEPTH):
         along = first + tl.arange(0, DEPTH)
         lefts = rows[:, None] * left_row + along[None, :] * left_rank
         rights = along[:, None] * right_rank + columns[None, :] * right_column
-        in_left = existing[:, None] & (along[None, :] < rank)
+        in_left = (rows[:, None] < end_row) & (along[None, :] < rank)
         in_right = (along[:, None] < rank) & (columns[None, :] < cols)
         if RIGHT:
-            shared = tl.load(basis + rights, mask=in_right, other=0.0)
-            moved = tl.dot(tl.load(ahead + lefts, mask=in_left, other=0.0), shared, moved, input_precision="ieee")
+            high, low = read_halves(basis + rights, basis_low, in_right)
+            a_high, a_low = read_halves(ahead + lefts, ahead_low, in_left)
+            moved = multiply_halves(a_high, a_low, high, low, moved)
             if FEEDBACK:
-                lost = tl.dot(tl.load(kept + lefts, mask=in_left, other=0.0), shared, lost, input_precision="ieee")
+                a_high, a_low = read_halves(kept + lefts, kept_low, in_left)
+                lost = multiply_halves(a_high, a_low, high, low, lost)
         else:
-            shared = tl.load(basis + lefts, mask=in_left, other=0.0)
-            moved = tl.dot(shared, tl.load(ahead + rights, mask=in_right, other=0.0), moved, input_precision="ieee")
+            high, low = read_halves(basis + lefts, basis_low, in_left)
+            b_high, b_low = read_halves(ahead + rights, ahead_low, in_right)
+            moved = multiply_halves(high, low, b_high, b_low, moved)
             if FEEDBACK:
-                lost = tl.dot(shared, tl.load(kept + rights, mask=in_right, other=0.0), lost, input_precision="ieee")
+                b_high, b_low = read_halves(kept + rights, kept_low, in_right)
+                lost = multiply_halves(high, low, b_high, b_low, lost)
     rate = number(lr, LR_ON_DEVICE)
     weight = tl.load(weights + at, mask=inside, other=0.0)
     if FEEDBACK:
