@@ -74,8 +74,8 @@ that gather MKOR's statistics are not part of it.
 _NOTES = """
 - **Matrix products.** MARS-Shampoo, MARS-M, MKOR and LDAdam of high rank are bound by long matrix products, not by
   memory. The published code has the same products, so these ratios cannot be as large as those of element-wise rules.
-  On processors with matrix tiles (Intel AMX) our bfloat16 products, all but LDAdam's, are C++ that uses them and
-  computes half of a symmetric product. Elsewhere they are the library's, as in the published code.
+  MKOR's products with dense factors are C++ that uses matrix tiles (Intel AMX) where a processor has them; all others
+  are the library's, as in the published code.
 - **Type of the products.** A processor without bfloat16 instructions runs them in float32. `python -m benchmarks
   products` times default steps against their own float32 products alone, in turns. With AVX2 alone (wider instructions
   switched off, one thread of a busy AMD EPYC, two layers of half GPT-2's width) a step takes 1.06 times as long for

@@ -23,7 +23,7 @@ from torch import Tensor
 from deepspeed_plugin import auto_tp
 from rankwise.comm.local_groups import host_group
 from rankwise.layout.layout import LayoutError
-from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents
+from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents, WorkPlace
 from rankwise.layout.tensor_parallel_shards import TensorParallelShard
 from rankwise.statistics.hooks import Describe
 from rankwise.statistics.linear_views import describe_linear
@@ -85,8 +85,9 @@ class DeepSpeedLayout(LayoutSource):
             assert dist.group.WORLD is not None
             self._shards, holders = auto_tp.shards(engine.module), dist.group.WORLD
             self.tensor_parallel = auto_tp.tensor_parallel(holders)
-        self.group: dist.ProcessGroup | None = _exchange_group(engine, holders)
-        self._twins: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+        twin = _exchange_group(engine, holders)
+        self.group: dist.ProcessGroup | None = twin
+        self._twins = {holders: twin}
         # Wrappers drop or clear the gradients of partitions after the step, except in the buffers of offload, where a
         # parameter without a gradient goes on showing its last one.
         self.spends_gradients = not engine.zero_cpu_offload()
@@ -98,6 +99,14 @@ class DeepSpeedLayout(LayoutSource):
     @abstractmethod
     def units(self) -> list[list[tuple[Tensor, int]]]:
         """Return, for each ``step()`` call, the tensors in the param groups, and the positions of their groups."""
+
+    def work_place(self, group: dist.ProcessGroup | None) -> WorkPlace | None:
+        """The engine's device, where ZeRO-Offload keeps the partitions on the host."""
+        if not self._engine.zero_cpu_offload():
+            return None
+        given = next((given for given, twin in self._twins.items() if twin is group), group)
+        partners = None if self.tensor_parallel is None else self.tensor_parallel.group
+        return WorkPlace(torch.device(self._engine.device), given, partners)
 
     def refuse_other_attributes(self) -> None:
         """Refuse a wrapper without the attributes that say which tensors it steps.

@@ -24,7 +24,7 @@ from rankwise.comm.local_groups import host_group
 from rankwise.fsdp.placements import held_runs
 from rankwise.layout.dtensors import is_sharded, local_view
 from rankwise.layout.layout import LayoutError
-from rankwise.layout.layout_source import LayoutSource, TensorContents, TensorParallel
+from rankwise.layout.layout_source import LayoutSource, TensorContents, TensorParallel, WorkPlace
 
 __all__ = ["MegatronLayout"]
 
@@ -57,6 +57,7 @@ class MegatronLayout(LayoutSource):
         """Whether the optimizer's tensors are on the host in a step."""
         self.group: dist.ProcessGroup | None = host_group(stage) if self.on_host else stage
         self.tensor_parallel: TensorParallel | None = groups.tensor_parallel(expert, stage)
+        self._groups_there = stage, None if self.tensor_parallel is None else self.tensor_parallel.group
         if self.on_host and self.tensor_parallel is not None:
             self.tensor_parallel = replace(self.tensor_parallel, group=host_group(self.tensor_parallel.group))
         self.layer_wise = layer_wise
@@ -87,6 +88,13 @@ class MegatronLayout(LayoutSource):
             for index, group in enumerate(wrapper.param_groups):
                 for parameter in group["params"]:
                     self._register_whole(index, parameter, parameter)
+
+    def work_place(self, group: dist.ProcessGroup | None) -> WorkPlace | None:
+        """The model's device, where main weights and states are on the host in a step."""
+        if not self.on_host:
+            return None
+        stage, partners = self._groups_there
+        return WorkPlace(next(iter(self._parameters)).device, stage if group is self.group else group, partners)
 
     def contents(self, tensor: Tensor) -> TensorContents:
         """Return what a tensor of the param groups stores."""

@@ -17,7 +17,7 @@ import torch
 
 from rankwise.comm.message_format import Traffic
 from rankwise.comm.owner_plan import MatrixTask
-from rankwise.comm.volume import RankBuffers, batch_buffers, halo_volume, matrix_volume, sums_volume
+from rankwise.comm.volume import RankBuffers, batch_buffers, halo_volume, link_volume, matrix_volume, sums_volume
 from rankwise.layout.even_cuts import EvenCuts
 from rankwise.layout.layout import Layout
 from rankwise.layout.layout_source import Slice, TensorContents
@@ -47,6 +47,11 @@ class RankEstimate:
         periodic_bytes: Bytes sent in addition every ``period`` steps.
         periodic_collectives: Collectives in addition every ``period`` steps.
         period: Number of steps from one periodic message to the next.
+        bytes_up: Bytes that go from the host to the device per step if that multiplies the matrices of weights and
+            states that are kept on the host; 0 where none are.
+        bytes_down: Bytes that come back per step.
+        periodic_up: Bytes that go up in addition every ``period`` steps.
+        periodic_down: Bytes that come back in addition every ``period`` steps.
         flops: Floating-point operations per step: the matrix rule of owned matrices, and a rough count for the rest.
         matrix_flops: Floating-point operations of owned matrices.
         scratch_bytes: Most bytes that a step needs beside weights, gradients and states, for fp32 parameters on a
@@ -61,6 +66,10 @@ class RankEstimate:
     periodic_bytes: int = 0
     periodic_collectives: int = 0
     period: int = 1
+    bytes_up: int = 0
+    bytes_down: int = 0
+    periodic_up: int = 0
+    periodic_down: int = 0
     flops: float = 0.0
     matrix_flops: float = 0.0
     scratch_bytes: int = 0
@@ -79,7 +88,11 @@ class RankEstimate:
 
 
 def estimate(
-    optimizer: ShardedOptimizer, world: int | None = None, stage: int = 1, alignment: int = 1
+    optimizer: ShardedOptimizer,
+    world: int | None = None,
+    stage: int = 1,
+    alignment: int = 1,
+    offloaded: bool = False,
 ) -> list[RankEstimate]:
     """Predict what each data-parallel rank holds, sends and computes.
 
@@ -89,6 +102,7 @@ def estimate(
         stage: ZeRO stage to imagine: 0 replicates parameters, 1 and 2 cut the joined parameters of each param group
             into equal parts, 3 cuts every parameter.
         alignment: The equal parts of stages 1 and 2 are padded to a multiple of so many elements.
+        offloaded: Whether imagined ranks keep weights and states on the host, beside another device.
 
     Returns:
         One estimate per rank.
@@ -101,7 +115,7 @@ def estimate(
         if not units:
             raise ValueError("estimate: nothing is planned before the first step; say how many ranks: world=8, stage=2")
     else:
-        units = imagined_units(optimizer, world, stage, alignment)
+        units = imagined_units(optimizer, world, stage, alignment, offloaded)
     return estimate_units(optimizer, units)
 
 
@@ -137,6 +151,11 @@ def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstima
                 owner = ranks[plan.owners[task.key]]
                 owner.flops += task.cost
                 owner.matrix_flops += task.cost
+                if unit.collectives.place is not None:
+                    lent = sum(size for name, size in sizes.items() if not stored[name].state.counted)
+                    owner.bytes_up += lent
+                    owner.periodic_down += lent
+                    owner.periodic_up += itemsize * costs.brought(task)
                 for name, size in sizes.items():
                     keeper = ranks[plan.keepers.get((task.key, name), plan.owners[task.key])]
                     keeper.matrix_state_bytes += size
@@ -154,6 +173,13 @@ def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstima
                     ranks[partner].periodic_bytes += size
                     ranks[partner].periodic_collectives += 1
         _send(ranks, matrix_volume(unit.exchange.layout, plan, unit.exchange.wire, costs.reply))
+        if unit.collectives.place is not None:
+            for rank, crossing in zip(
+                ranks, link_volume(unit.exchange.layout, plan, itemsize, costs.reply), strict=True
+            ):
+                rank.bytes_up += crossing.up
+                rank.bytes_down += crossing.down
+                rank.period = costs.period
         for rank in ranks if plan.keepers else ():
             rank.collectives += 1
             rank.periodic_collectives += 1
@@ -230,7 +256,9 @@ def _send(ranks: Sequence[RankEstimate], sent: Sequence[Traffic]) -> None:
         rank.collectives += traffic.collectives
 
 
-def imagined_units(optimizer: ShardedOptimizer, world: int, stage: int, alignment: int = 1) -> list[StepUnit]:
+def imagined_units(
+    optimizer: ShardedOptimizer, world: int, stage: int, alignment: int = 1, offloaded: bool = False
+) -> list[StepUnit]:
     """Plan units, with owners, of ranks that need not exist, for :func:`estimate`.
 
     Args:
@@ -238,12 +266,14 @@ def imagined_units(optimizer: ShardedOptimizer, world: int, stage: int, alignmen
         world: Number of ranks.
         stage: ZeRO stage.
         alignment: The equal parts of stages 1 and 2 are padded to a multiple of so many elements.
+        offloaded: Whether weights and states are on the host, beside another device.
 
     Raises:
         ValueError: The stage is unknown.
     """
     contents, replicated = imagined_contents(optimizer, world, stage, alignment), stage == 0 and world > 1
-    return optimizer.imagine(contents, replicated, spends_gradients=stage > 0)  # as DeepSpeed and Megatron do
+    # As DeepSpeed and Megatron do.
+    return optimizer.imagine(contents, replicated, spends_gradients=stage > 0, offloaded=offloaded)
 
 
 def imagined_contents(

@@ -100,6 +100,7 @@ class Cluster:
         ep: Number of ranks that share the experts of a layer.
         etp: Number of ranks that each expert's matrix is cut over; None: that of ``tp``.
         mesh: Mesh of FSDP2; None under others.
+        offloaded: Whether weights and states are kept on the host.
     """
 
     ranks: int
@@ -114,6 +115,7 @@ class Cluster:
     ep: int = 1
     etp: int | None = None
     mesh: Mesh | None = None
+    offloaded: bool = False
 
     def __post_init__(self) -> None:
         """Check the numbers.

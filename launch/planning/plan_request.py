@@ -76,6 +76,7 @@ def answered(question: Question) -> Asked:
             _stage(deepspeed) if question.stage is None else question.stage,
             tp=question.tp or _autotp(deepspeed),
             precision=question.precision or _precision(deepspeed),
+            offloaded=question.offload or _is_offloaded(deepspeed),
         )
         model, config = _model(question)
         # Tensor-parallel ranks share tokens.
@@ -89,6 +90,7 @@ def answered(question: Question) -> Asked:
         distributed=not words or "--use-distributed-optimizer" in words,
         overlap="--overlap-grad-reduce" in words,
         precision=question.precision or ("bf16" if not words or "--bf16" in words else "fp32"),
+        offloaded=question.offload or "--optimizer-cpu-offload" in words,
     )
     return Asked(picked, cluster, None, sizes, _tokens(question, deepspeed))
 
@@ -125,7 +127,8 @@ def _on_a_mesh(question: Question, picked: Chosen) -> Asked:
             f"ranks is {question.ranks} and mesh is {question.mesh!r}, which has {mesh.ranks}: leave ranks out"
         )
     model, config = _model(question)
-    cluster = Cluster(mesh.ranks, None, precision=question.precision or "fp32", mesh=mesh)
+    precision = question.precision or "fp32"
+    cluster = Cluster(mesh.ranks, None, precision=precision, mesh=mesh, offloaded=question.offload)
     # Tensor-parallel ranks share tokens.
     tokens = _tokens(replace(question, ranks=mesh.ranks // mesh.tp), picked.deepspeed or {})
     return Asked(picked, cluster, model, None, tokens, config)
@@ -173,6 +176,10 @@ def _stage(config: Mapping[str, Any]) -> int:
         raise ValueError(f"zero_optimization.stage is {stage!r}: it must be 0, 1, 2 or 3")
     number: int = stage
     return number
+
+
+def _is_offloaded(config: Mapping[str, Any]) -> bool:
+    return ((config.get("zero_optimization") or {}).get("offload_optimizer") or {}).get("device") == "cpu"
 
 
 def _autotp(config: Mapping[str, Any]) -> int:

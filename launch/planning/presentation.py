@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,6 +15,7 @@ from rankwise.launch.planning.advice import why_unbalanced
 from rankwise.launch.planning.cluster import Cluster
 from rankwise.launch.planning.costs import Cost
 from rankwise.launch.planning.devices import Links
+from rankwise.launch.planning.offload import offload_cost
 from rankwise.launch.planning.rank_figures import Figures
 
 __all__ = ["as_json", "draw", "show", "show_assumptions"]
@@ -66,6 +68,9 @@ def show(console: Console, name: str, found: Figures, cluster: Cluster, costs: l
         f"{across / 2**20:,.1f} across"
         + (f"; every {sent.period} steps {sent.periodic_bytes / 2**20:,.1f} MiB more." if sent.periodic_bytes else ".")
     )
+    offloaded = offload_cost(found)
+    if offloaded is not None:
+        console.print(offloaded.words)
     console.print(_times(costs))
 
 
@@ -129,6 +134,7 @@ def as_json(name: str, found: Figures, cluster: Cluster, costs: list[Cost], link
     """
     sent = max(found.ranks, key=lambda rank: rank.bytes_sent)
     inside, across = links.shares(sent.bytes_sent, found.exchanging)
+    offloaded = offload_cost(found)
     ranks = zip(found.ranks, found.master, found.gradients, found.weights, found.adamw, strict=True)
     return {
         "optimizer": name,
@@ -140,6 +146,7 @@ def as_json(name: str, found: Figures, cluster: Cluster, costs: list[Cost], link
         "fullest_over_mean": found.fullest,
         "why": why_unbalanced(found),
         "sent": {"max": sent.bytes_sent, "inside": inside, "across": across, "collectives": sent.collectives},
+        "offload": None if offloaded is None else asdict(offloaded),
         "flops": max(rank.flops for rank in found.ranks),
         "costs": [
             {

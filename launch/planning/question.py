@@ -61,6 +61,7 @@ class Question:
         precision: Precision of the weights.
         batch_tokens: Tokens of a global batch.
         seq_len: Tokens of a sample.
+        offload: Whether weights and states are kept on the host; a config may say so, too.
         flags: Flags of Megatron.
     """
 
@@ -84,6 +85,9 @@ class Question:
     precision: Annotated[Literal["bf16", "fp16", "fp32"] | None, _name("Of weights.", _SIZES, None)] = None
     batch_tokens: Annotated[int | None, count("Tokens of a global batch.", _SIZES)] = None
     seq_len: int = 4096
+    offload: Annotated[
+        bool, typer.Option("--offload", help="Weights and states on the host.", rich_help_panel=_SIZES)
+    ] = False
     flags: tuple[str, ...] = ()
 
 

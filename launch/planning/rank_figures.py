@@ -116,12 +116,12 @@ def _units_of_zero(optimizer: ShardedOptimizer, model: nn.Module, cluster: Clust
     parameters = optimizer.table.parameters
     if cluster.tp == 1:
         alignment = _DEEPSPEED_ALIGNMENT if cluster.stage in (1, 2) else 1
-        units = imagined_units(optimizer, cluster.ranks, cluster.stage, alignment)
+        units = imagined_units(optimizer, cluster.ranks, cluster.stage, alignment, cluster.offloaded)
         return units, sum(parameter.numel() for parameter in parameters.values())
     parts = parts_under_autotp(model, parameters, cluster.tp)
     optimizer.attach(StageSource(cluster))
     contents = contents_under_autotp(parts, cluster, _DEEPSPEED_ALIGNMENT)
-    units = optimizer.imagine([contents], spends_gradients=cluster.stage > 0)
+    units = optimizer.imagine([contents], spends_gradients=cluster.stage > 0, offloaded=cluster.offloaded)
     return units, sum(part.shard(cluster.tp) for part in parts)
 
 
@@ -147,7 +147,8 @@ def fsdp_figures(
     figures = Figures(exchanging=cluster.ranks)
     figures.parameters = sum(parameter.numel() for parameter in model.parameters())
     figures.active = active_parameters(model, config)
-    units = optimizer.imagine([contents_on_mesh(parameters, dict.fromkeys(parameters, 0), cuts, cluster.mesh)])
+    contents = contents_on_mesh(parameters, dict.fromkeys(parameters, 0), cuts, cluster.mesh)
+    units = optimizer.imagine([contents], offloaded=cluster.offloaded)
     figures.ranks = _estimates(figures, optimizer, units, range(cluster.ranks))
     for rank in figures.ranks:
         # Shards are their own masters, and what was gathered for a layer's computation is freed before the step.
@@ -193,7 +194,8 @@ def _add_wrapped(found: Figures, picked: Chosen, one: Wrapped, stage: int, place
     ranks = rank_contents(one.parts, groups, one.cluster, stage)
     shard = sum(part.shard(one.cluster.tp) for part in one.parts)
     copied = one.cluster.precision != "fp32"
-    for place, rank in zip(places, _estimates(found, optimizer, optimizer.imagine([ranks]), places), strict=True):
+    units = optimizer.imagine([ranks], offloaded=one.cluster.offloaded)
+    for place, rank in zip(places, _estimates(found, optimizer, units, places), strict=True):
         found.ranks[place] += rank
         found.master[place] += _MASTER * rank.elements * copied
         found.weights[place] += shard * one.cluster.width

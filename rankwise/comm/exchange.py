@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.comm.batch_messages import BatchPlan, PackedRun, Side, plan_batch
+from rankwise.comm.host_link import HostLink
 from rankwise.comm.message_format import Traffic, WireFormat
 from rankwise.comm.owner_plan import Batch, MatrixPlan, MatrixTask, Reply
 from rankwise.layout.indices import DeviceIndices
@@ -41,6 +42,7 @@ class Gather:
     stack: Tensor
     message: _Message | None
     is_source: bool = False  # whether the stack is a source itself, not a copy
+    arrived: torch.cuda.Event | None = None  # when this rank's pieces are on a device that they were brought to
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Return:
     result: Tensor
     reply: Reply
     message: _Message | None
+    computed: torch.cuda.Event | None = None  # when a device has the result that is to be fetched
 
 
 def _separated(result: Tensor, values: int) -> list[Tensor]:
@@ -101,7 +104,8 @@ class MatrixExchange:
         in_place_shards: Local shards of the matrices in :attr:`in_place`.
         dtype: Type of gathered matrices and of results.
         wire: Format of values in messages.
-        device: Device of the shards.
+        device: Device of the messages and of the computation.
+        link: Brings shards of the host to the device, and results back; None where the shards lie there.
         indices: Index tensors on the exchange's device.
         one_by_one: See the constructor.
         one_by_one_on: Types of devices on which stacks of matrices are no faster than single ones.
@@ -117,20 +121,25 @@ class MatrixExchange:
         dtype: torch.dtype,
         wire: WireFormat | None = None,
         one_by_one: bool | None = None,
+        link: HostLink | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         """Plan every message once.
 
         Args:
             layout: The common layout.
             plan: Owners and batches; must be the same on every rank.
-            device: Device of the shards.
+            device: Device of the shards, or of the link.
             dtype: Type of gathered matrices and of results.
             wire: Format of values in messages. None: ``dtype``, so that messages round nothing. Otherwise what crosses
                 ranks is rounded, once on the way to the owner and once on the way back.
             one_by_one: Whether matrices that lie whole on their owners are computed one at a time and without a copy;
                 a gathered stack may then be a source itself. None: on devices of :attr:`one_by_one_on`.
+            link: Where the shards lie on the host and another device computes.
+            group: Ranks of the layout, which can send tensors of the device; None: the layout's own group.
         """
         self.layout, self.plan = layout, plan
+        self.link, self._group = link, group or layout.group
         self.traffic = Traffic()
         self.device, self.dtype, self.wire = device, dtype, wire or WireFormat(dtype)
         self._zeros = torch.zeros(self.wire.block - 1, dtype=self.wire.joined, device=device)
@@ -142,7 +151,8 @@ class MatrixExchange:
             for number, batch in enumerate(() if layout.imagined else self._computed_batches())
         ]
         # Every rank decides alike: the collectives of the rest must come in the same order on all of them.
-        in_place = [self.one_by_one and self._lies_in_place(plan.batch) for plan in self._plans]
+        stays = self.one_by_one and link is None
+        in_place = [stays and self._lies_in_place(plan.batch) for plan in self._plans]
         self.batches = [plan for plan, lies_here in zip(self._plans, in_place, strict=True) if not lies_here]
         self.in_place = [
             plan for plan, lies_here in zip(self._plans, in_place, strict=True) if lies_here and plan.owned
@@ -212,6 +222,14 @@ class MatrixExchange:
             source = sources[plan.local[0].shard]
             assert source is not None
             return Gather(source.view(1, -1), None, is_source=True)
+        if self.link is None:
+            return self._gather(plan, sources, missing)
+        with self.link.upward():
+            gather = self._gather(plan, self._brought(plan, sources), missing)
+            gather.arrived = self.link.record()
+        return gather
+
+    def _gather(self, plan: BatchPlan, sources: Sequence[Tensor | None], missing: frozenset[str]) -> Gather:
         stack = torch.empty(len(plan.owned), plan.length, dtype=self.dtype, device=self.device)
         flat = stack.view(-1)
         _fill(flat, plan.local, [sources[piece.shard] for piece in plan.local])
@@ -220,9 +238,19 @@ class MatrixExchange:
         outgoing = [[self._present(sources, piece, missing)] for piece in plan.outgoing.pieces]
         return Gather(stack, self._send(self.wire, outgoing, plan.outgoing, plan.incoming))
 
+    def _brought(self, plan: BatchPlan, sources: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The sources of a batch on the device that computes."""
+        assert self.link is not None
+        there: list[Tensor | None] = [None] * len(sources)
+        here = {piece.shard: sources[piece.shard] for piece in (*plan.local, *plan.outgoing.pieces)}
+        present = {shard: source for shard, source in here.items() if source is not None}
+        for shard, copy in zip(present, self.link.bring(list(present.values())), strict=True):
+            there[shard] = copy
+        return there
+
     def _is_in_place(self, plan: BatchPlan, sources: Sequence[Tensor | None]) -> bool:
         """Whether the stack would be a copy of one shard, and may be that shard."""
-        if not self.one_by_one or plan.gathers or len(plan.owned) != 1 or len(plan.local) != 1:
+        if not self.one_by_one or self.link is not None or plan.gathers or len(plan.owned) != 1 or len(plan.local) != 1:
             return False
         source = sources[plan.local[0].shard]
         if source is None or source.dim() > 1:
@@ -242,6 +270,9 @@ class MatrixExchange:
 
     def finish_gather(self, plan: BatchPlan, gather: Gather) -> Tensor:
         """Wait for the pieces of others and return the stack, (owned, task length); it may be a source itself."""
+        if self.link is not None:
+            arriving = [] if gather.message is None else [gather.message.received]
+            self.link.take(gather.arrived, [gather.stack, *arriving])
         if gather.message is not None:
             flat = gather.stack.view(-1)
             _fill(flat, plan.incoming.pieces, _pieces(gather.message.wait(), plan.incoming))
@@ -266,7 +297,7 @@ class MatrixExchange:
             reply: What the holders get of the result.
         """
         if not plan.returns:
-            return Return(plan, result, reply, None)
+            return Return(plan, result, reply, None, self._computed())
         wire, to_holders, from_owners = self.wire.back(reply, plan.copied), plan.results_out, plan.results_in
         if plan.copied and wire.joined != self.dtype:
             # Other holders of the elements get rounded values; the owner must use them, too, or copies drift apart.
@@ -283,7 +314,10 @@ class MatrixExchange:
             else:
                 sizes = (_times(reply.values, side.counts) for side in (to_holders, from_owners))
                 message = self._all_to_all(wire, self._pack(wire, list(chain.from_iterable(parts))), *sizes)
-        return Return(plan, result, reply, message)
+        return Return(plan, result, reply, message, self._computed())
+
+    def _computed(self) -> torch.cuda.Event | None:
+        return None if self.link is None else self.link.record()
 
     def finish_return(self, returning: Return, sources: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:
         """Wait for the results of others, given the sources that were gathered.
@@ -291,6 +325,17 @@ class MatrixExchange:
         Returns:
             For each local shard of the batch's tasks that has a source, what ``reply`` says of the result.
         """
+        if self.link is None:
+            return self._results(returning, sources)
+        with self.link.downward(returning.computed):
+            results = self._results(returning, sources)
+            # Shards of a matrix may get one result whole, which comes once.
+            places = [(values.data_ptr(), values.numel()) for _, values in results]
+            different = {place: values for place, (_, values) in zip(places, results, strict=True)}
+            copies = dict(zip(different, self.link.fetch(list(different.values())), strict=True))
+        return [(shard, copies[place]) for place, (shard, _) in zip(places, results, strict=True)]
+
+    def _results(self, returning: Return, sources: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:
         plan, result, reply = returning.plan, returning.result, returning.reply
         results: list[tuple[int, Tensor]] = []
         flats = _separated(result, reply.values) if reply.whole is None else []
@@ -330,6 +375,6 @@ class MatrixExchange:
         sent = wire.write(values)
         self.traffic.count(sent)
         received = torch.empty(sum(receiving), dtype=wire.dtype, device=self.device)
-        work = dist.all_to_all_single(received, sent, receiving, sending, group=self.layout.group, async_op=True)
+        work = dist.all_to_all_single(received, sent, receiving, sending, group=self._group, async_op=True)
         assert work is not None
         return _Message(received, sent, work, wire)

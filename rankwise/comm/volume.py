@@ -18,10 +18,12 @@ __all__ = [
     "BatchBuffers",
     "BatchVolume",
     "Flow",
+    "LinkVolume",
     "RankBuffers",
     "batch_buffers",
     "batch_volumes",
     "halo_volume",
+    "link_volume",
     "matrix_volume",
     "sent_in",
     "sums_volume",
@@ -95,6 +97,29 @@ def matrix_volume(
 ) -> list[Traffic]:
     """Messages and bytes of each rank when all straddling matrices travel; see :func:`batch_volumes`."""
     return list(sent_in(batch_volumes(layout, plan, wire, reply), range(layout.world_size)).values())
+
+
+class LinkVolume(NamedTuple):
+    """Bytes that one rank's matrices send over the link between host and device in a step."""
+
+    up: int
+    down: int
+
+
+def link_volume(
+    layout: Layout, plan: MatrixPlan, itemsize: int, reply: Callable[[Batch], Reply] = own_pieces
+) -> list[LinkVolume]:
+    """Bytes of each rank where the host keeps the shards and a device computes, without the matrices' states."""
+    up, down = [0] * layout.world_size, [0] * layout.world_size
+    for batch in plan.batches:
+        answer = reply(batch)
+        for task in batch.tasks:
+            owner = plan.owners[task.key]
+            for holder, count in added([layout.gathered(part, owner) for part in task.parts]).items():
+                up[holder] += itemsize * count
+            for holder, count in added([layout.elements(part) for part in task.parts]).items():
+                down[holder] += itemsize * (answer.whole or answer.values * count)
+    return list(map(LinkVolume, up, down))
 
 
 def sums_volume(layout: Layout, keys: Collection[str], quantities: Sequence[int]) -> list[Traffic]:

@@ -19,7 +19,7 @@ from rankwise.fsdp.placements import PlacementError, copy_ranks, held_runs, slic
 from rankwise.layout.agreement import gather_together
 from rankwise.layout.dtensors import is_sharded, local_view
 from rankwise.layout.layout import LayoutError
-from rankwise.layout.layout_source import Slice, TensorContents, TensorParallel, WholeParameters
+from rankwise.layout.layout_source import Slice, TensorContents, TensorParallel, WholeParameters, WorkPlace
 from rankwise.options.validation import OptionError
 from rankwise.routing.patterns import are_checked_later
 
@@ -65,6 +65,7 @@ class ShardedParameters(WholeParameters):
         self._managed: dict[int, Any] = {}
         self._mesh: Any = None
         self._host: dist.ProcessGroup | None = None
+        self._far: WorkPlace | None = None
 
     @classmethod
     def of(cls, whole: WholeParameters) -> ShardedParameters:
@@ -207,6 +208,28 @@ class ShardedParameters(WholeParameters):
             self._mesh = DeviceMesh.from_group(self.group, "cpu" if host else self._meshes[0].device_type)
         return self._mesh
 
+    def work_place(self, group: dist.ProcessGroup | None) -> WorkPlace | None:
+        """The mesh's device, where ``CPUOffloadPolicy`` keeps the parameters on the host."""
+        kinds = {mesh.device_type for mesh in self._meshes}
+        if self._devices != {"cpu"} or len(kinds) != 1:
+            return None
+        (kind,) = kinds
+        if self._far is None:
+            near = (group, None if self.tensor_parallel is None else self.tensor_parallel.group)
+            groups = [None if ranks is None else self._device_group(ranks, kind) for ranks in near]
+            place = kind if kind == "cpu" else f"{kind}:{torch.get_device_module(kind).current_device()}"
+            self._far = WorkPlace(torch.device(place), *groups)
+        return self._far
+
+    def _device_group(self, host: dist.ProcessGroup, kind: str) -> dist.ProcessGroup:
+        """A group of the same ranks whose messages can carry tensors of a device; all of them call this alike."""
+        ranks = dist.get_process_group_ranks(host)
+        known = (mesh.get_group(dim) for mesh in self._meshes for dim in range(mesh.ndim))
+        for group in (host, *known, dist.group.WORLD):
+            if group is not None and dist.get_process_group_ranks(group) == ranks and _carries(group, kind):
+                return group
+        return local_group(ranks)
+
     # --- gradients ----------------------------------------------------------------------------------------------
 
     def agree_on_missing(self, tensors: Sequence[Tensor]) -> None:
@@ -245,6 +268,14 @@ class ShardedParameters(WholeParameters):
     def averaged_over(self) -> float:
         """Divisor of the sum of the ranks' gradients that ``fully_shard`` uses."""
         return averaged_over(self._modules)
+
+
+def _carries(group: dist.ProcessGroup, kind: str) -> bool:
+    try:
+        group._get_backend(torch.device(kind))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _rank() -> int:

@@ -17,8 +17,6 @@ import torch
 
 from rankwise.kernels import lists, native, quantization, triton
 from rankwise.kernels.native import compiled_quantization
-from rankwise.kernels.native import tiled_newton_schulz as native_newton_schulz
-from rankwise.kernels.native.products import products
 from rankwise.kernels.orthogonal_step import OrthogonalStep
 from rankwise.kernels.product_types import multiplies_bfloat16
 from rankwise.updates.newton_schulz import newton_schulz
@@ -70,8 +68,6 @@ def newton_schulz_for(device: torch.device, timed: bool = False) -> Callable[...
         timed: Whether :mod:`rankwise.kernels.triton.chosen_products` may time the products if :data:`TIMED` is set.
     """
     chosen = kernels_for(device, torch.float32)
-    if chosen is native:
-        return native_newton_schulz.newton_schulz
     if chosen is not triton:
         return newton_schulz
     from rankwise.kernels.triton.symmetric_newton_schulz import newton_schulz as fused
@@ -80,7 +76,7 @@ def newton_schulz_for(device: torch.device, timed: bool = False) -> Callable[...
 
 
 def orthogonal_steps_for(
-    device: torch.device, dtype: torch.dtype, product: torch.dtype, cautious: bool = False, timed: bool = False
+    device: torch.device, dtype: torch.dtype, product: torch.dtype, timed: bool = False
 ) -> Callable[[Sequence[OrthogonalStep]], None] | None:
     """Return what steps many matrices where they lie, or None where there is no such form.
 
@@ -88,13 +84,9 @@ def orthogonal_steps_for(
         device: Where the tensors lie.
         dtype: Their type.
         product: The type of the products.
-        cautious: Whether decay depends on the step.
         timed: Whether the products may be timed if :data:`TIMED` is set.
     """
-    chosen = kernels_for(device, dtype)
-    if chosen is native and not cautious and native_newton_schulz.takes(dtype, product):
-        return native_newton_schulz.orthogonal_steps_
-    if chosen is not triton:
+    if kernels_for(device, dtype) is not triton:
         return None
     from rankwise.kernels.triton.orthogonal_steps import orthogonal_steps_, takes
 
@@ -132,14 +124,12 @@ def product_dtype_for(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Return the type in which matrices are multiplied fast where more digits would be of no use.
 
     Returns:
-        bfloat16 where torch's products or ours are faster in it than in float32, else float32. Matrices in float64 are
+        bfloat16 where torch's products are faster in it than in float32, else float32. Matrices in float64 are
         multiplied in float64, whose digits were asked for.
     """
     if dtype == torch.float64:
         return dtype
-    # The cheaper question first: the other one may have to compile.
-    fast = multiplies_bfloat16(device) or (kernels_for(device, dtype) is native and products() is not None)
-    return torch.bfloat16 if fast else torch.float32
+    return torch.bfloat16 if multiplies_bfloat16(device) else torch.float32
 
 
 def _are_timed() -> bool:

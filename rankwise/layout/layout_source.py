@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ __all__ = [
     "TensorContents",
     "TensorParallel",
     "WholeParameters",
+    "WorkPlace",
     "layout_with",
     "real_view",
     "refuse_unreadable",
@@ -115,6 +116,20 @@ class TensorParallel:
         return cls(tuple(sorted(sets)), group)
 
 
+class WorkPlace(NamedTuple):
+    """The device of a model whose weights and states a framework keeps on the host.
+
+    Attributes:
+        device: The device.
+        group: The ranks of the layout, which can send tensors of the device; None for one rank.
+        partners: The ranks of tensor parallelism, which can do so, too.
+    """
+
+    device: torch.device
+    group: dist.ProcessGroup | None
+    partners: dist.ProcessGroup | None = None
+
+
 class LayoutSource(ABC):
     """What a framework tells the optimizer about the tensors it put into the param groups.
 
@@ -185,6 +200,14 @@ class LayoutSource(ABC):
         """The ranks that hold the rest of a tensor's parameters where they are not ``group``, as of experts.
 
         All tensors of one ``step()`` call have the same ranks; None: those of ``group``.
+        """
+        return None
+
+    def work_place(self, group: dist.ProcessGroup | None) -> WorkPlace | None:
+        """The model's device, where the optimizer's tensors are on the host between its steps; None: where they are.
+
+        Args:
+            group: The ranks of a unit, which get a group that can send tensors of that device.
         """
         return None
 

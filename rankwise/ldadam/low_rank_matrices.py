@@ -17,6 +17,7 @@ from rankwise.ldadam.signature import LowRankSignature
 from rankwise.ldadam.sliced_matrices import step_slices
 from rankwise.ldadam.subspaces import Subspaces
 from rankwise.ldadam.working_shards import WorkingShards, in_reply, reply_of
+from rankwise.states.matrix_states import MatrixState
 from rankwise.step.matrices import MatrixRule, StepMatrices
 
 __all__ = ["LDAdamRule"]
@@ -35,10 +36,12 @@ class LDAdamRule(MatrixRule):
         super().__init__(matrices)
         unit = self.unit
         self._subspaces, self._holders = subspaces, holders
+        subspaces.on_device = self.on_device
         self._shards = WorkingShards(unit, self.weights)
         # Cautious decay has to know the directions.
-        self._steps_in_place = None if unit.cautious else steps_in_place_for(unit.device, unit.dtype)
-        self._in_stacks = computes_stacks(unit.device, unit.dtype)
+        alone = unit.cautious or unit.is_offloaded
+        self._steps_in_place = None if alone else steps_in_place_for(unit.device, unit.dtype)
+        self._in_stacks = computes_stacks(unit.work_device, unit.dtype)
 
     def gather(self, in_place: Collection[int]) -> list[Tensor | None]:
         """``C``, the gradient with what is left of earlier ones; the weights have decayed then, unless cautiously."""
@@ -47,6 +50,10 @@ class LDAdamRule(MatrixRule):
                 decay_(bucket.weights, bucket.group["lr"], bucket.group["weight_decay"])
             self._shards.add(bucket, in_place if self._steps_in_place is not None else ())
         return self._shards.sources
+
+    def states(self, task: MatrixTask) -> MatrixState:
+        """Bases, moments and counts."""
+        return self._subspaces.obtain(task)
 
     def reply(self, batch: Batch) -> Reply:
         """The factors, or elements of their products."""
@@ -77,7 +84,7 @@ class LDAdamRule(MatrixRule):
         ready: list[tuple[BatchPlan, LowRankStep]] = []
         others: list[BatchPlan] = []
         for matrix in matrices:
-            state = self._subspaces.obtain(matrix.owned[0], self._shards.source(matrix.local[0].shard))
+            state = self._subspaces.obtain(matrix.owned[0])
             job = self._shards.job(matrix, state, self.groups[matrix.batch.signature.group], form.takes)
             if job is not None:
                 ready.append((matrix, job))

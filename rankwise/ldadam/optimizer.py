@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from rankwise.comm.owner_plan import Batch, MatrixTask
-from rankwise.comm.slice_holders import Holders, holders_of
 from rankwise.kernels import graphs
 from rankwise.kernels.dispatch import is_for_cpus
 from rankwise.kernels.surroundings import undisturbed
@@ -26,6 +25,7 @@ from rankwise.options.validation import OptionError
 from rankwise.plan.notes import Note
 from rankwise.plan.step_costs import ScratchMemory, StepCosts, tables
 from rankwise.plan.step_unit import Bucket, Collectives, StepUnit
+from rankwise.states.matrix_states import MatrixState
 from rankwise.step.first_order import fallback_step
 from rankwise.step.matrices import StepMatrices, step_matrices
 from rankwise.step.optimizer import ShardedOptimizer
@@ -160,11 +160,13 @@ class LDAdam(ShardedOptimizer):
     def _matrix_rule(self, unit: StepUnit, matrices: Sequence[Bucket]) -> LDAdamRule:
         unstepped = self._unstepped if self.working_tensors.counts_on_device(unit) else None
         followed = unit.notes.obtain(_MOVED_SHAPES, set)
-        of_states = self.matrix_states, self.step_groups, self.health, unit.fresh_states
+
+        def fresh(task: MatrixTask) -> MatrixState:
+            graphs.refuse_capture(unit.device, "the first step of a matrix")
+            return unit.fresh_states(task)
+
+        of_states = self.matrix_states, self.step_groups, self.health, fresh
         subspaces = Subspaces(*of_states, self.spec, followed, unstepped)
 
-        def holders() -> Holders:
-            assert self.planner.source.tensor_parallel is not None
-            return holders_of(self.planner.source.tensor_parallel.group, unit.traffic)
-
-        return LDAdamRule(StepMatrices(unit, matrices, self.step_groups, self.health), subspaces, holders)
+        matrices_of_step = StepMatrices(unit, matrices, self.step_groups, self.health)
+        return LDAdamRule(matrices_of_step, subspaces, partial(self.planner.holders, unit))

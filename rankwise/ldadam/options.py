@@ -54,6 +54,7 @@ class LDAdamOptions(Options):
     exclude: Sequence[str] = shared.exclude()
     blocks: Mapping[str, Any] | None = shared.blocks()
     split_heads: bool = shared.split_heads()
+    offload_compute: str = shared.offload_compute()
     transition_steps: int = shared.transition_steps()
     skip_nonfinite: bool = shared.skip_nonfinite()
     store_param_remainders: bool = shared.store_param_remainders()

@@ -47,7 +47,7 @@ def step_slices(
     Returns:
         (slices, elements): the factors of each slice, see :func:`rankwise.ldadam.working_shards.split_factors`.
     """
-    states = [subspaces.obtain(task, stack) for task in tasks]
+    states = [subspaces.obtain(task) for task in tasks]
     slices = len(tasks) // len({task.whole for task in tasks})
     # Matrices whose gradients were missing at different steps are at different counts, alike for all partners.
     by_past: dict[tuple[int, float], list[int]] = {}

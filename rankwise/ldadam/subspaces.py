@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from rankwise.comm.owner_plan import MatrixTask
-from rankwise.kernels import graphs
 from rankwise.kernels.dispatch import is_for_cpus, kernels_for
 from rankwise.kernels.lists import copy_
 from rankwise.kernels.quantization import key_of
@@ -48,6 +47,9 @@ class Subspaces:
         followed: Shapes of matrices whose bases have been moved since the unit was planned; kept up to date.
         unstepped: Where only the device knows the counts: the matrices that are to take their first step, which is
             another one; kept up to date. None where the host knows.
+
+    Attributes:
+        on_device: Gives a matrix's states where they are computed with.
     """
 
     def __init__(
@@ -62,16 +64,15 @@ class Subspaces:
     ) -> None:
         self._states, self._groups, self._health = states, groups, health
         self._fresh, self._followed, self._unstepped, self._spec = fresh, followed, unstepped, spec
+        self.on_device: Callable[[MatrixTask, MatrixState], MatrixState] = lambda task, state: state
 
-    def obtain(self, task: MatrixTask, like: Tensor) -> MatrixState:
-        """A matrix's states; fresh ones are of the type of ``like`` and lie with it."""
+    def obtain(self, task: MatrixTask) -> MatrixState:
+        """A matrix's states."""
         known = task.key in self._states
-        if not known:
-            graphs.refuse_capture(like.device, "the first step of a matrix")
         state = self._states.obtain(task.key, partial(self._fresh, task))
         if self._unstepped is not None and not known and int(state["step"]) == 0:
             self._unstepped.add(task.key)
-        return state
+        return self.on_device(task, state)
 
     def advance(self, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
         """Advance whole matrices of one shape and group.
@@ -85,7 +86,7 @@ class Subspaces:
         """
         signature: LowRankSignature = tasks[0].signature
         group = self._groups[signature.group]
-        states = [self.obtain(task, stack) for task in tasks]
+        states = [self.obtain(task) for task in tasks]
         matrices = stack.view(-1, signature.rows, signature.columns)
         matrices = matrices.mT if signature.right else matrices
         pasts = [self._past(task.key, state) for task, state in zip(tasks, states, strict=True)]

@@ -18,6 +18,7 @@ from rankwise.ldadam.low_rank_products import low_rank_rows, subtract_low_rank_
 from rankwise.ldadam.signature import LowRankSignature
 from rankwise.plan.notes import Note
 from rankwise.plan.step_unit import Bucket, StepUnit
+from rankwise.plan.work_device import OPERATIONS_PER_BYTE
 from rankwise.states.matrix_states import MatrixState
 from rankwise.step.first_order import step_and_decay
 from rankwise.updates.adamw import Scalar
@@ -127,7 +128,11 @@ class WorkingShards:
             self._step_by_elements(arrived, group)
         elif self._unit.cautious or not self._step_at_once(arrived, signature, group["lr"]):
             for index, result in arrived:
-                self._step_by_factors(index, result, signature, group)
+                if self._unit.collectives.place is None:
+                    self._step_by_factors(index, result, signature, group)
+                else:
+                    # To the bits of a step whose elements a device sends.
+                    self._step_by_elements([(index, self._elements(index, result, signature))], group)
 
     def _step_by_elements(self, arrived: list[tuple[int, Tensor]], group: Mapping[str, Any]) -> None:
         products = [result.view(-1, *self._weights[index].shape) for index, result in arrived]
@@ -183,6 +188,12 @@ class WorkingShards:
         if kept:
             self._subtract(self.source(index), basis, kept[0], signature, part)
             self._keep_error(index)
+
+    def _elements(self, index: int, factors: Tensor, signature: LowRankSignature) -> Tensor:
+        """A shard's elements of the products, as an owner would send them."""
+        part = self._shard(index)
+        basis, others = _own_factors(factors, signature, part)
+        return low_rank_rows(basis, others, part.start, part.end, signature.rows, part.row_length, signature.right)
 
     def _subtract(self, run: Tensor, basis: Tensor, other: Tensor, signature: LowRankSignature, part: Shard) -> None:
         """Subtract a shard's elements of a product of two factors."""
@@ -255,6 +266,9 @@ def reply_of(unit: StepUnit, groups: Sequence[Mapping[str, Any]], batch: Batch) 
             elements += sum(others)
         length = signature.factors_length(products)
         fewer = receivers * length <= products * elements
+        if unit.is_offloaded and 2 * signature.rank >= OPERATIONS_PER_BYTE * unit.dtype.itemsize:
+            # The host would take longer for the products than their elements need to reach it.
+            fewer = False
         replies[signature] = Reply(whole=length) if fewer else Reply(values=products)
     return replies[signature]
 

@@ -202,7 +202,7 @@ class MARS(ShardedOptimizer):
                     orthogonal.append(part.bucket)
                 else:
                     self.health.add("matrices_updated", len(part.bucket.entries))
-        product = self.spec.product_type(unit.device, unit.dtype)
+        product = self.spec.product_type(unit.work_device, unit.dtype)
         if product is None:
             return
 

@@ -44,7 +44,9 @@ class MomentumSignature(NamedTuple):
 
 def steps_in_place(unit: StepUnit, product: torch.dtype) -> Callable[[Sequence[OrthogonalStep]], None] | None:
     """What steps a unit's matrices where they lie, or None."""
-    return orthogonal_steps_for(unit.device, unit.dtype, product, unit.cautious, unit.layout.is_whole_run)
+    if unit.is_offloaded:
+        return None
+    return orthogonal_steps_for(unit.device, unit.dtype, product, unit.layout.is_whole_run)
 
 
 class MARSRule(MatrixRule):
@@ -106,14 +108,14 @@ class MARSRule(MatrixRule):
         """Orthogonal directions of a stack of momenta, (matrices, elements)."""
         group, matrices = self.groups[signature.group], exp_avgs.view(-1, signature.rows, signature.columns)
         eps, factor = self._numbers_of(signature)
-        orthogonalise = newton_schulz_for(self.unit.device, self.unit.layout.is_whole_run)
+        orthogonalise = newton_schulz_for(exp_avgs.device, self.unit.layout.is_whole_run)
         product = self._product_of(signature)
         directions = orthogonalise(matrices, group["ns_steps"], product, eps, group["ns_coefficients"])
         return (directions * factor).reshape(len(exp_avgs), -1)
 
     def _product_of(self, signature: MomentumSignature) -> torch.dtype:
         shape = signature.rows, signature.columns
-        return orthogonal_product_for(self.unit.device, self._product, *shape) if self._is_free else self._product
+        return orthogonal_product_for(self.unit.work_device, self._product, *shape) if self._is_free else self._product
 
     def _numbers_of(self, signature: MomentumSignature) -> tuple[float, float]:
         """What is added to the norm of a momentum, and what its orthogonal factor is multiplied by."""

@@ -261,7 +261,7 @@ class FactorSteps:
         table = unit.notes.get(_SIGNS)
         if table is None:
             longest = max(max(unit.parameters[key].info.matrix_shape) for key in unit.notes[WATCHED])
-            table = unit.notes[_SIGNS] = sign_table(longest, unit.device, unit.dtype)
+            table = unit.notes[_SIGNS] = sign_table(longest, unit.work_device, unit.dtype)
         return Sketches(due, table, self._options.decay, self._options.interval)
 
     def learn_before(self, unit: StepUnit | None, groups: Groups) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from rankwise.comm.message_format import Traffic
 from rankwise.comm.owner_plan import Batch, MatrixTask
 from rankwise.comm.quantized_messages import wire_of
-from rankwise.comm.slice_holders import Holders, holders_of
 from rankwise.kernels.surroundings import stand_ins, undisturbed, undisturbed_anywhere
 from rankwise.layout.equal_slices import SlicedMatrix, find_slices
 from rankwise.mkor.factor_steps import WATCHED, FactorSteps
@@ -318,6 +317,7 @@ class MKOR(ShardedOptimizer):
             sums=(2,) if self.options.backend == "lamb" else (),
             periodic=self._periodic_messages(unit, elements * unit.dtype.itemsize),
             period=self.options.interval,
+            brought=_vectors_of if self.needs_capture else lambda task: 0,
             scratch=ScratchMemory(alone=_scratch_of, stacked=_scratch_of, spends_stack=True),
             together=partial(self._together, unit),
             periodic_together=partial(self._at_factor_steps, unit),
@@ -360,16 +360,10 @@ class MKOR(ShardedOptimizer):
         fetch_kept_states(unit, self.matrix_states)
         unit.notes[_MOVED] = list(due)
         matrices = StepMatrices(unit, buckets, self.param_groups, self.health)
-        rule = MKORRule(matrices, self._first_order, self._factors, self.matrix_states, vectors, self._holders(unit))
+        holders = partial(self.planner.holders, unit)
+        rule = MKORRule(matrices, self._first_order, self._factors, self.matrix_states, vectors, holders)
         step_matrices(rule)
         return rule.remaining()
-
-    def _holders(self, unit: StepUnit) -> Callable[[], Holders]:
-        def holders() -> Holders:
-            assert self.planner.source.tensor_parallel is not None
-            return holders_of(self.planner.source.tensor_parallel.group, unit.traffic)
-
-        return holders
 
     def _measured(
         self, unit: StepUnit, counts: Mapping[str, int], due: Mapping[str, int]
@@ -410,3 +404,8 @@ class MKOR(ShardedOptimizer):
         self.switch.losses.clear()
         self.factor_steps.load_schedule(state_dict.get("factor_schedule", {}), self.param_groups)
         self.switch.load_state_dict(state_dict.get("hybrid", {}))
+
+
+def _vectors_of(task: MatrixTask) -> int:
+    """Elements of what a layer's factors follow: an input, an output gradient and the number of tokens."""
+    return int(sum(task.signature.whole_shape)) + 1

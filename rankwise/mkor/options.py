@@ -155,6 +155,7 @@ class MKOROptions(Options):
     exclude: Sequence[str] = shared.exclude("not preconditioned")
     blocks: Mapping[str, Any] | None = shared.blocks()
     split_heads: bool = shared.split_heads()
+    offload_compute: str = shared.offload_compute()
     transition_steps: int = shared.transition_steps()
     skip_nonfinite: bool = shared.skip_nonfinite()
     store_param_remainders: bool = shared.store_param_remainders()

@@ -84,9 +84,9 @@ class MKORRule(MatrixRule):
         self._holders = holders
         unit = self.unit
         self._first_order, self._factors, self._states, self._vectors = first_order, factors, states, vectors
-        self._product = factors.product_type(unit.device, unit.dtype)
-        self._singly = factors.computes_singly(unit.device, unit.dtype)
-        self._together = factors.together(unit.device, unit.dtype, self._product)
+        self._product = factors.product_type(unit.work_device, unit.dtype)
+        self._singly = factors.computes_singly(unit.work_device, unit.dtype)
+        self._together = factors.together(unit.work_device, unit.dtype, self._product)
         self._space = unit.notes.obtain(SPACE, Workspace)
         self._gradients: list[Tensor | None] = [None] * len(unit.entries)
         self._places: dict[int, tuple[Bucket, int]] = {}
@@ -99,6 +99,14 @@ class MKORRule(MatrixRule):
     def gather(self, in_place: Collection[int]) -> list[Tensor | None]:
         """The raw gradients."""
         return self._gradients
+
+    def states(self, task: MatrixTask) -> MatrixState:
+        """The factors, and how often they failed."""
+        return self._states.obtain(task.key, partial(self.unit.fresh_states, task))
+
+    def changes_states(self, task: MatrixTask) -> bool:
+        """Whether factors are due."""
+        return layer_of(task) in self._vectors
 
     def update(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor, spent: bool = False) -> Tensor:
         """The preconditioned gradients of a stack, with factors that have moved if they are due."""
@@ -119,7 +127,7 @@ class MKORRule(MatrixRule):
             own = slices.gathered(slices.own, places)
             moving = [slices.whole(place, one, others[place]) for place, one in zip(places, own, strict=True)]
             chosen = [tasks[place] for place in places]
-            counts = self._factors.move(chosen, moving, self._vectors, decay, slices.norms)  # type: ignore[arg-type]
+            counts = self._factors.move(chosen, moving, self._vectors_of(chosen), decay, slices.norms)
             slices.keep(slices.own, places, own)
             slices.keep(slices.other, places, [others[place] for place in places])
             if self.unit.layout.rank == batch.partners[0]:  # one of them counts for all
@@ -186,6 +194,8 @@ class MKORRule(MatrixRule):
             chosen, vectors = [tasks[place] for place in places], self._vectors
             if isinstance(vectors, Sketches):
                 vectors = vectors.of(chosen, [gradient(place) for place in places])
+            else:
+                vectors = self._vectors_of(chosen)
             self._count(*self._factors.move(chosen, [states[place] for place in places], vectors, decay))
         return states
 
@@ -205,7 +215,16 @@ class MKORRule(MatrixRule):
         return places_by_decay
 
     def _state_of(self, task: MatrixTask) -> MatrixState:
-        return self._states.obtain(task.key, partial(self.unit.fresh_states, task))
+        return self.on_device(task, self.states(task))
+
+    def _vectors_of(self, tasks: Sequence[MatrixTask]) -> Mapping[str, LayerVectors]:
+        """The statistics of some layers, where the factors are moved."""
+        assert not isinstance(self._vectors, Sketches)
+        link = self.unit.link
+        if link is None:
+            return self._vectors
+        layers = dict.fromkeys(map(layer_of, tasks))
+        return {layer: tuple(link.bring(self._vectors[layer])) for layer in layers}  # type: ignore[misc]
 
     # --- many together ------------------------------------------------------------------------------------------
 

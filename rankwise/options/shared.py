@@ -19,6 +19,7 @@ __all__ = [
     "lr_scale",
     "ns_dtype",
     "ns_steps",
+    "offload_compute",
     "skip_nonfinite",
     "split_heads",
     "state_dtype",
@@ -166,6 +167,18 @@ def capturable() -> Any:
         Flag(),
         "Make step() fit for capture in a CUDA graph, as in torch.optim: step counts lie on the device, and whatever "
         "depends on them is computed there. The first step must be taken before the capture.",
+    )
+
+
+def offload_compute() -> Any:
+    """Declare where matrices of offloaded weights are multiplied."""
+    return option(
+        "auto",
+        Choice("auto", "host", "device"),
+        "Where matrices are multiplied if the framework keeps weights and states on the host (ZeRO-Offload, "
+        'CPUOffloadPolicy, --optimizer-cpu-offload). "device": on the model\'s device; they and their matrix states '
+        'come and go batch by batch, and what is element-wise stays on the host. "host": on the host\'s cores. "auto": '
+        "on the device from 10 operations for each byte that travels. Where nothing is offloaded it has no effect.",
     )
 
 

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankwise.comm.exchange import MatrixExchange
+from rankwise.comm.host_link import HostLink
 from rankwise.comm.owner_plan import MatrixTask, plan_matrices
 from rankwise.comm.quantized_messages import wire_of
+from rankwise.comm.slice_holders import Holders, holders_of
 from rankwise.kernels import graphs
 from rankwise.kernels.native.building import SWITCH
 from rankwise.layout.agreement import gather_together, refuse_difference
@@ -21,12 +23,13 @@ from rankwise.layout.dtensors import PLAIN, Cut, cut_of
 from rankwise.layout.equal_slices import SlicedMatrix, in_slices
 from rankwise.layout.even_cuts import EvenCuts
 from rankwise.layout.layout import LayoutError
-from rankwise.layout.layout_source import LayoutSource, TensorContents, WholeParameters
+from rankwise.layout.layout_source import LayoutSource, TensorContents, WholeParameters, WorkPlace
 from rankwise.plan.checkpoint_mismatch import refuse_strange
 from rankwise.plan.notes import Note
 from rankwise.plan.state_memory import keepers_in
 from rankwise.plan.step_unit import Collectives, StepUnit, UnitKey
 from rankwise.plan.unit_builder import UnitBuilder, device_and_dtype
+from rankwise.plan.work_device import computes_on_device
 from rankwise.states.element_states import ElementStates
 from rankwise.states.entries import cut_into_entries
 from rankwise.states.group_values import GroupValues
@@ -96,6 +99,7 @@ class Planner:
         self.units: dict[UnitKey, StepUnit] = {}
         self.loads: list[float] = []
         self.owner_of: dict[Any, int] = {}
+        self._imagined_place: WorkPlace | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy belongs to no framework and has nothing planned.
@@ -254,6 +258,7 @@ class Planner:
         replicated: bool,
         plan: Callable[[StepUnit], Collectives],
         spends_gradients: bool | None = None,
+        offloaded: bool = False,
     ) -> list[StepUnit]:
         """Plan for ranks that need not exist; nothing of the plans in use changes.
 
@@ -263,13 +268,16 @@ class Planner:
             replicated: See :class:`rankwise.layout.layout.Layout`.
             plan: Plans the collectives of a unit.
             spends_gradients: Whether nobody reads gradients after steps; None: as it is here.
+            offloaded: Whether weights and states are on the host, beside another device; gradients are then read.
 
         Returns:
             The units as rank 0 would plan them.
         """
         present = self.loads, self.owner_of
         spends = self.source.spends_gradients if spends_gradients is None else spends_gradients
+        spends = spends and not offloaded
         self.loads, self.owner_of = [], {}
+        self._imagined_place = WorkPlace(torch.device("meta"), None) if offloaded else None
         imagined = []
         try:
             for ranks in units:
@@ -310,12 +318,23 @@ class Planner:
         if unit.layout.world_size > 1 and any(state.lendable for state in self.spec.matrix_states):
             plan = replace(plan, keepers=keepers_in(unit, tasks, plan.owners, self.owner_of))
         wire = wire_of(getattr(self.spec.options, "comm_dtype", None), unit.dtype)
+        place = self._imagined_place if layout.imagined else self.source.work_place(unit.layout.group)
+        if place is not None and computes_on_device(self.spec, place.device, unit, tasks):
+            how: tuple[Any, ...] = (place.device, unit.dtype, wire, None, HostLink(place.device), place.group)
+        else:
+            how = (unit.device, unit.dtype, wire, alone or None, None, None)
         if not unit.apart:
             self.loads = loads
         self.owner_of |= plan.owners
         self.owner_of |= plan.keepers
-        exchange = MatrixExchange(layout, plan, unit.device, unit.dtype, wire, alone or None)
-        return Collectives(exchange, slices)
+        return Collectives(MatrixExchange(layout, plan, *how), slices, place=place)
+
+    def holders(self, unit: StepUnit) -> Holders:
+        """Those that compute slices of a unit's matrices together, by messages of the device that multiplies."""
+        together, place = self.source.tensor_parallel, unit.collectives.place
+        assert together is not None
+        far = place is not None and unit.is_offloaded
+        return holders_of(place.partners if far else together.group, unit.traffic)  # type: ignore[union-attr]
 
     def owners(self) -> dict[str, int]:
         """Owner ranks of all planned matrices."""
@@ -348,7 +367,8 @@ class Planner:
             texts[f"the form of the CPU kernels (environment variable {SWITCH}=0 makes them alike)"] = (
                 unit.kernels.__name__
             )
-        product, option = spec.product_type(unit.device, unit.dtype), spec.product_option
+        texts["the device that multiplies offloaded matrices"] = unit.work_device.type
+        product, option = spec.product_type(unit.work_device, unit.dtype), spec.product_option
         if product is not None and getattr(spec.options, option) == "auto":
             name = f"the type of the products (set {option} to 'float32' or 'bfloat16' on all ranks)"
             texts[name] = str(product).removeprefix("torch.")

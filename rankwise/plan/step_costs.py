@@ -18,6 +18,10 @@ def _nothing(tasks: Sequence[MatrixTask]) -> int:
     return 0
 
 
+def _none_of(task: MatrixTask) -> int:
+    return 0
+
+
 TABLE_BYTES = 16 / 2048
 """Bytes per element of the tables that say where the tiles of norms and codes lie."""
 
@@ -58,8 +62,10 @@ class StepCosts:
         together: Elements of each message among the ranks that compute a batch of slices, in a step after the first.
         scalars: Bytes of every further all-reduce of a step.
         periodic: Bytes of the all-reduces of every ``period``-th step.
-        period: Steps between the all-reduces of ``periodic``.
+        period: Steps between the all-reduces of ``periodic``, and between changes of the matrix states.
         periodic_together: Bytes of each message of these steps among the ranks that compute a batch of slices.
+        brought: Elements that the host sends to another device with a matrix, besides it and its states, every
+            ``period``-th step.
         element_flops: Rough number of operations per parameter element outside the matrix rule.
         scratch: Memory that a step needs besides.
     """
@@ -72,5 +78,6 @@ class StepCosts:
     periodic: tuple[int, ...] = ()
     period: int = 1
     periodic_together: Callable[[Batch], tuple[int, ...]] = _no_messages
+    brought: Callable[[MatrixTask], int] = _none_of
     element_flops: float = 12.0
     scratch: ScratchMemory = ScratchMemory()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rankwise.comm.exchange import MatrixExchange
 from rankwise.comm.halo import HaloExchange
+from rankwise.comm.host_link import HostLink
 from rankwise.comm.message_format import Traffic
 from rankwise.comm.owner_plan import MatrixTask
 from rankwise.comm.parameter_sums import ShardSums
@@ -31,7 +32,7 @@ from rankwise.layout.dtensors import is_sharded, local_gradients, local_view
 from rankwise.layout.equal_slices import SlicedMatrix
 from rankwise.layout.indices import DeviceIndices
 from rankwise.layout.layout import Layout
-from rankwise.layout.layout_source import TensorContents
+from rankwise.layout.layout_source import TensorContents, WorkPlace
 from rankwise.plan.low_precision_states import LowPrecisionStates, NarrowPlan, PassPart
 from rankwise.plan.notes import Note, Notes
 from rankwise.routing.roles import ParameterInfo, Rule
@@ -242,11 +243,13 @@ class Collectives:
         exchange: Carries matrices to their owners, and results back.
         slices: The matrices that the exchange has in slices.
         halo: Carries neighbours across cuts.
+        place: The model's device, where a framework keeps weights and states on the host.
     """
 
     exchange: MatrixExchange | None = None
     slices: Mapping[str, SlicedMatrix] = field(default_factory=dict)
     halo: HaloExchange | None = None
+    place: WorkPlace | None = None
 
 
 _STORED: Note[dict[Any, Mapping[str, StoredState]]] = Note("how the states of matrices of a signature are kept")
@@ -338,6 +341,21 @@ class StepUnit:
         matrix = self.collectives.slices[task.whole]
         axis = self.stored_states(task)[name].axis(matrix.axis)
         return StatePart(task.whole, matrix.parts.index(task.key), matrix.count, axis)
+
+    @property
+    def link(self) -> HostLink | None:
+        """What carries matrices to another device, where weights and states stay on the host."""
+        return None if self.exchange is None else self.exchange.link
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether weights and states stay on the host, and another device multiplies the matrices."""
+        return self.link is not None
+
+    @property
+    def work_device(self) -> torch.device:
+        """The device that multiplies the matrices."""
+        return self.device if self.exchange is None else self.exchange.device
 
     @property
     def planned_groups(self) -> dict[int, Mapping[str, Any]]:

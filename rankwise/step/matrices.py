@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -19,8 +19,10 @@ from torch.profiler import record_function
 
 from rankwise.comm.batch_messages import BatchPlan
 from rankwise.comm.exchange import Gather, MatrixExchange, Return
+from rankwise.comm.host_link import HostLink
 from rankwise.comm.owner_plan import Batch, MatrixTask, Reply
 from rankwise.plan.step_unit import Bucket, StepUnit
+from rankwise.states.matrix_states import MatrixState
 from rankwise.step.health import Health
 
 __all__ = ["MatrixRule", "StepMatrices", "phases", "step_matrices"]
@@ -57,6 +59,7 @@ class MatrixRule(ABC):
 
     def __init__(self, matrices: StepMatrices) -> None:
         self.unit, self.buckets, self.groups, self.health = matrices
+        self._borrowed: dict[str, dict[str, Tensor]] = {}
 
     @cached_property
     def weights(self) -> dict[int, Tensor]:
@@ -89,6 +92,32 @@ class MatrixRule(ABC):
             Per local shard its 1-D values, which must stay as they are; None for shards of no matrix, and for
             those without a gradient. A matrix without any values is left out of the step.
         """
+
+    def states(self, task: MatrixTask) -> MatrixState:
+        """The states that :meth:`update` computes with, and that it changes in place.
+
+        Where the host keeps them and another device computes, :meth:`on_device` has copies there of all that the host
+        does not count with.
+        """
+        return {}
+
+    def changes_states(self, task: MatrixTask) -> bool:
+        """Whether :meth:`update` changes what :meth:`states` has of a matrix in this step."""
+        return True
+
+    def on_device(self, task: MatrixTask, state: MatrixState) -> MatrixState:
+        """A matrix's states as :meth:`update` is to use them."""
+        copies = self._borrowed.get(task.key)
+        return state if copies is None else {**state, **copies}
+
+    @contextmanager
+    def borrowing(self, copies: Mapping[str, dict[str, Tensor]]) -> Iterator[None]:
+        """Use copies of states, by matrix, in a context."""
+        self._borrowed.update(copies)
+        try:
+            yield
+        finally:
+            self._borrowed.clear()
 
     def reply(self, batch: Batch) -> Reply:
         """What the holders of a batch's matrices get of the results, alike on all ranks: their own elements."""
@@ -168,22 +197,45 @@ def phases(batches: int) -> Iterator[tuple[str, int]]:
         yield "deliver", batches - 1
 
 
+class _Loan(NamedTuple):
+    """States of a batch's matrices that the host lends to the device which computes.
+
+    Attributes:
+        states: The host's, by matrix and name.
+        copies: The device's.
+        arrived: When they are there.
+    """
+
+    states: dict[str, dict[str, Tensor]]
+    copies: dict[str, dict[str, Tensor]]
+    arrived: Any
+
+
 class _MatrixStep:
-    """One run of a rule over the batches of an exchange, which come in one order on all ranks."""
+    """One run of a rule over the batches of an exchange, which come in one order on all ranks.
+
+    Where the host lends matrices to a device, what a batch changes is written when all of its results are on the host:
+    a matrix has the states and the weights of before, or those of after.
+    """
 
     def __init__(self, exchange: MatrixExchange, rule: MatrixRule) -> None:
-        self._exchange, self._rule = exchange, rule
+        self._exchange, self._rule, self._link = exchange, rule, exchange.link
         self._sources = rule.gather(exchange.in_place_shards)
         self._missing = rule.unit.missing()
+        self._loans: dict[int, _Loan] = {}
 
     def run(self) -> None:
         batches = self._exchange.batches
+        # Of those in which nobody else takes part, some may have no values; the others keep their order on all ranks.
+        idle = [self._is_idle(plan) for plan in batches] if self._link is not None else ()
         arriving: dict[int, Gather] = {}
         results: dict[int, Tensor] = {}
         returning: dict[int, Return] = {}
         for phase, number in phases(len(batches)):
             if phase == "in place":
                 self._step_in_place()
+            elif idle and idle[number]:
+                continue
             elif phase == "gather":
                 arriving[number] = self._gather(batches[number])
             elif phase == "compute":
@@ -195,14 +247,42 @@ class _MatrixStep:
 
     def _gather(self, plan: BatchPlan) -> Gather:
         with _profiled(plan.labels["gather"]):
-            return self._exchange.start_gather(plan, self._sources, self._missing)
+            gather = self._exchange.start_gather(plan, self._sources, self._missing)
+            if self._link is not None and plan.owned:
+                self._lend(plan, self._link)
+            return gather
+
+    def _lend(self, plan: BatchPlan, link: HostLink) -> None:
+        """Send the states of a batch's matrices to the device, behind their values."""
+        states = {task.key: self._lent(task) for task in self._live(plan)}
+        with link.upward():
+            brought = iter(link.bring([value for state in states.values() for value in state.values()]))
+            copies = {key: {name: next(brought) for name in state} for key, state in states.items()}
+            self._loans[id(plan)] = _Loan(states, copies, link.record())
+
+    def _lent(self, task: MatrixTask) -> MatrixState:
+        names = [name for name, how in self._rule.unit.stored_states(task).items() if not how.state.counted]
+        state = self._rule.states(task) if names else {}
+        return {name: state[name] for name in names}
+
+    def _is_idle(self, plan: BatchPlan) -> bool:
+        return not (plan.gathers or plan.returns or self._live(plan))
+
+    def _live(self, plan: BatchPlan) -> list[MatrixTask]:
+        rows = self._exchange.live_rows(plan, self._sources, self._missing)
+        return plan.owned if len(rows) == len(plan.owned) else [plan.owned[row] for row in rows]
 
     def _computed(self, plan: BatchPlan, arriving: Gather) -> Tensor:
         stack = self._exchange.finish_gather(plan, arriving)
         with _profiled(plan.labels["compute"]):
             if not plan.owned:
                 return stack
-            return self._updated(plan, stack, not arriving.is_source)
+            loan = self._loans.get(id(plan))
+            if loan is None or self._link is None:
+                return self._updated(plan, stack, not arriving.is_source)
+            self._link.take(loan.arrived, (value for copies in loan.copies.values() for value in copies.values()))
+            with self._rule.borrowing(loan.copies):
+                return self._updated(plan, stack, True)
 
     def _return(self, plan: BatchPlan, result: Tensor) -> Return:
         with _profiled(plan.labels["return"]):
@@ -235,9 +315,23 @@ class _MatrixStep:
     def _deliver(self, returning: Return) -> None:
         with _profiled(returning.plan.labels["deliver"]):
             found = self._exchange.finish_return(returning, self._sources)
+            if self._link is not None:
+                self._take_back(returning, self._link)
             if found:
                 indices, results = zip(*found, strict=True)
                 self._rule.step(returning.plan.batch, indices, results)
+
+    def _take_back(self, returning: Return, link: HostLink) -> None:
+        """Write the states that a batch has changed, once they are on the host."""
+        loan = self._loans.pop(id(returning.plan), None)
+        if loan is None:
+            return
+        tasks = [task for task in returning.plan.owned if task.key in loan.states and self._rule.changes_states(task)]
+        lent = [(loan.states[task.key][name], copy) for task in tasks for name, copy in loan.copies[task.key].items()]
+        with link.downward(returning.computed):
+            fetched = link.fetch([copy for _, copy in lent])
+        for (state, _), value in zip(lent, fetched, strict=True):
+            state.copy_(value)
 
     def _step_in_place(self) -> None:
         """Matrices that lie whole here."""

@@ -282,9 +282,10 @@ class ShardedOptimizer(Optimizer, ABC):
         units: Sequence[Sequence[Sequence[TensorContents]] | EvenCuts],
         replicated: bool = False,
         spends_gradients: bool | None = None,
+        offloaded: bool = False,
     ) -> list[StepUnit]:
         """Plan for ranks that need not exist; nothing of this optimizer changes. See :meth:`Planner.imagine`."""
-        return self.planner.imagine(self.param_groups, units, replicated, self.plan, spends_gradients)
+        return self.planner.imagine(self.param_groups, units, replicated, self.plan, spends_gradients, offloaded)
 
     # --- the step -----------------------------------------------------------------------------------------------
 

@@ -137,8 +137,10 @@ class Reports:
         balance = f", owners' load max/mean {max(loads) / mean:.2f}" if mean else ""
         held = self.state_bytes(states)
         sent = sum(exchange.bytes_per_gather for exchange in exchanges)
+        far = dict.fromkeys(exchange.link.device.type for exchange in exchanges if exchange.link is not None)
+        place = f"; offloaded matrices are multiplied on {', '.join(far)}" if far else ""
         return (
-            f"rankwise {self._spec.name}: {self._shares()}{balance}{self._product_types()}; state on this rank "
+            f"rankwise {self._spec.name}: {self._shares()}{balance}{self._product_types()}{place}; state on this rank "
             f"{held['element'] / 2**20:.1f} MiB by element and {held['matrix'] / 2**20:.1f} MiB in matrices; "
             f"{sent / 2**20:.2f} MiB sent to owners per step"
         )
@@ -163,7 +165,7 @@ class Reports:
     def _product_types(self) -> str:
         spec = self._spec
         units = self._planner.units.values()
-        types = dict.fromkeys(dtype for unit in units for dtype in spec.product_types(unit.device, unit.dtype))
+        types = dict.fromkeys(dtype for unit in units for dtype in spec.product_types(unit.work_device, unit.dtype))
         if not types:
             return ""
         option = spec.product_option

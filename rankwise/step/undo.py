@@ -90,7 +90,7 @@ class Undo:
         judged: Sequence[Tensor],
         update: Callable[[Sequence[Tensor | None]], None],
     ) -> None:
-        """Update, and leave every weight and state as it was if a gradient is not finite on any rank.
+        """Update, and leave every weight and state as it was if a gradient is not finite on any rank, or this raises.
 
         Args:
             unit: The unit of the step.
@@ -116,14 +116,19 @@ class Undo:
         finite = [None if grad is None else torch.where(broken > 0, 0.0, grad) for grad in grads]
         unsettled = Unsettled(HostCopy(broken), counts)
         kept: list[Kept] = [(tensor, tensor.clone()) for tensor in changed]
-        with self._matrix_states.watched() as before:
-            update(finite)
-        counted = {state.name for state in self._spec.matrix_states if state.counted}
-        for key, state in before.items():
-            for name, old in state.items():
-                live = self._matrix_states.get(key, {}).get(name)
-                if live is not None:
-                    (counts if name in counted else kept).append((live, old))
-        for tensor, old in kept:
-            tensor.copy_(torch.where(broken > 0, old, tensor))
+        is_whole = False
+        try:
+            with self._matrix_states.watched() as before:
+                update(finite)
+            is_whole = True
+        finally:
+            counted = {state.name for state in self._spec.matrix_states if state.counted}
+            for key, state in before.items():
+                for name, old in state.items():
+                    live = self._matrix_states.get(key, {}).get(name)
+                    if live is not None:
+                        (counts if name in counted else kept).append((live, old))
+            for tensor, old in kept if is_whole else [*kept, *counts]:
+                # A step that raised half-way is no step.
+                tensor.copy_(torch.where(broken > 0, old, tensor) if is_whole else old)
         self.unsettled[id(unit)] = unsettled

@@ -23,7 +23,7 @@ from rankwise.plan.step_unit import Bucket, Collectives, StepUnit
 from rankwise.routing.roles import ParameterInfo, Route, RoutingPolicy, Rule
 from rankwise.states.declared_states import State, scalar
 from rankwise.states.element_states import StateTypes
-from rankwise.states.matrix_states import MatrixStates, keep_narrow_
+from rankwise.states.matrix_states import MatrixState, MatrixStates, keep_narrow_
 from rankwise.states.optimizer_spec import OptimizerSpec
 from rankwise.step.first_order import fallback_step, step_and_decay
 from rankwise.step.matrices import MatrixRule, StepMatrices, step_matrices
@@ -110,9 +110,13 @@ class _WholeMatrixRule(MatrixRule):
         rows = [self._direction(task, values) for task, values in zip(tasks, stack, strict=True)]
         return rows[0].view(1, -1) if len(rows) == 1 else torch.stack(rows)
 
+    def states(self, task: MatrixTask) -> MatrixState:
+        """Those of the spec."""
+        return self._states.obtain(task.key, partial(self.unit.fresh_states, task))
+
     def _direction(self, task: MatrixTask, values: Tensor) -> Tensor:
         signature: _MatrixSignature = task.signature
-        kept = self._states.obtain(task.key, partial(self.unit.fresh_states, task))
+        kept = self.on_device(task, self.states(task))
         stored = {name: how for name, how in self.unit.stored_states(task).items() if how.state is not _STEP}
         states = {name: how.opened(kept[name], values.dtype) for name, how in stored.items()}
         step, group = int(kept[_STEP.name]) + 1, self.groups[signature.group]

@@ -151,8 +151,6 @@ RULES: dict[str, tuple[type[ShardedOptimizer], dict[str, Any], str, int]] = {
 @pytest.fixture(params=[pytest.param(native, marks=pytest.mark.compiled), lists], ids=["native", "lists"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine without tiles of its own for products; whether torch's are fast is up to the test."""
-    monkeypatch.setattr(forms, "products", lambda: None)
-    monkeypatch.setattr("rankwise.kernels.native.tiled_newton_schulz.products", lambda: None)
     monkeypatch.setattr("rankwise.mkor.native.products", lambda: None)
     with using(request.param):
         yield

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from rankwise.kernels import native
-from rankwise.kernels.native import tiled_newton_schulz as newton_schulz
 from rankwise.kernels.passes import FIELDS, Pass, Scalars
 from rankwise.mkor import native as mkor
 from rankwise.mkor.workspace import Workspace
@@ -79,11 +78,3 @@ def test_factors_must_be_those_of_the_gradient(
     sides = (torch.zeros(size, size, dtype=torch.bfloat16) for size in (left, right))
     with pytest.raises(ValueError, match="has the shape .* but must have"):
         mkor.precondition_into(out, grads, (6, 8), *sides, Workspace())
-
-
-@pytest.mark.parametrize(("momentum", "weight"), [(48, 96), (96, 48)])
-def test_momenta_must_be_those_of_the_weights(monkeypatch: pytest.MonkeyPatch, momentum: int, weight: int) -> None:
-    with_products(monkeypatch, newton_schulz)
-    job = newton_schulz.OrthogonalStep((6, 8), torch.zeros(momentum), torch.zeros(weight), 1e-7, 1.0, 1e-3, 5)
-    with pytest.raises(ValueError, match="tensor 0 has [0-9]+ elements in one list and"):
-        newton_schulz.orthogonal_steps_([job])

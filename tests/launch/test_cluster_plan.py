@@ -55,6 +55,30 @@ def test_a_narrow_master_is_two_bytes_and_what_it_lacks_two_of_state() -> None:
     assert narrow.states()[0] - wide.states()[0] == narrow.master[0]
 
 
+def test_offloaded_matrices_cost_a_link_or_the_hosts_cores(tmp_path: Path) -> None:
+    """Of gpt2-small, whose 48 matrices of 7,077,888 elements a block are cut over two ranks by ZeRO-3."""
+    config = tmp_path / "ds.json"
+    config.write_text(
+        json.dumps(
+            {
+                "optimizer": {"type": "MARS-M", "params": {"lr": 1e-3}},
+                "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+            }
+        )
+    )
+    sizes = ("--model", "gpt2-small", "--ranks", "2", "--config", str(config))
+    offload = plan(*sizes)["offload"]
+    elements = 12 * 7_077_888 // 2  # up as momenta, and down as directions
+    assert (offload["up"], offload["down"], offload["on_device"]) == (4 * elements, 4 * elements, True)
+    assert (
+        offload["link_ms"] == pytest.approx(1e3 * 4 * elements / 25e9) and offload["host_ms"] > 20 * offload["link_ms"]
+    )
+    assert "matrices are multiplied on the device" in re.sub(r"\s+", " ", run(*sizes)[1])
+    assert plan("--optimizer", "mars-m", "--model", "gpt2-small", "--ranks", "2", "--stage", "2")["offload"] is None
+    low = plan("--optimizer", "mars-adamw", "--model", "gpt2-small", "--ranks", "2", "--stage", "2", "--offload")
+    assert low["offload"] is None, "nothing is multiplied"
+
+
 def test_llama_70b_under_zero_3_on_1024_ranks_agrees_with_a_calculation_by_hand() -> None:
     """Every parameter is cut into 1,024 parts; 560 matrices have an owner each, others one of two large factors."""
     ranks, begin = 1024, time.monotonic()

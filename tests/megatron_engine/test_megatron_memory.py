@@ -106,6 +106,35 @@ def test_weights_are_bitwise_those_without_the_settings_everywhere(label: str, p
     _check_alike([(name, cell, without) for name in TYPES], world)
 
 
+def _computed(rank: int, world: int, names: list[str]) -> list[tuple[Result, Result, tuple[int, int]]]:
+    """Runs on the host, and with a device that multiplies the matrices, which has sent so many bytes up and down."""
+    found = []
+    with cpu_megatron():
+        for name in names:
+            with opened(CELLS["host"][0], maker(name, offload_compute="host")) as trainer:
+                stayed = trained(trainer, STEPS)
+            with opened(CELLS["host"][0], maker(name, offload_compute="device")) as trainer:
+                went = trained(trainer, STEPS)
+                optimizers = [wrapper.optimizer for wrapper in trainer.optimizer.chained_optimizers]
+                exchanges = [unit.exchange for optimizer in optimizers for unit in optimizer.planned_units]
+                links = [exchange.link for exchange in exchanges if exchange is not None]
+                crossed = sum(link.bytes_up for link in links), sum(link.bytes_down for link in links)
+            found.append((stayed, went, crossed))
+    return found
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["mars-m"], pytest.param(["mars-shampoo", "ldadam", "mkor", "mkor-h"], marks=pytest.mark.exhaustive)],
+)
+def test_a_device_that_multiplies_has_the_bits_of_the_host(names: list[str]) -> None:
+    for name, (stayed, went, crossed) in zip(names, run_ranks(2, _computed, names)[0], strict=True):
+        assert stayed.losses == went.losses and min(crossed) > 0, name
+        for kind in ("weights", "model_weights"):
+            ours, theirs = getattr(went, kind), getattr(stayed, kind)
+            assert all(torch.equal(ours[key], theirs[key]) for key in theirs), (name, kind)
+
+
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 

@@ -13,13 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from rankwise import MARS, LDAdam, SONew
-from rankwise.comm.exchange import MatrixExchange
 from rankwise.kernels import lists as foreach
 from rankwise.kernels import native
 from rankwise.kernels.dispatch import kernels_for, using
 from rankwise.kernels.native import compiled_passes as elementwise
-from rankwise.kernels.native.products import products
-from rankwise.kernels.native.tiled_newton_schulz import orthogonal_steps_
 from rankwise.ldadam import formulas
 from rankwise.plan import step_unit as unit
 from rankwise.sonew import native as native_sonew
@@ -100,39 +97,6 @@ def test_a_buffer_of_a_wider_type_than_the_step(form: ModuleType, monkeypatch: p
     monkeypatch.setitem(CONFIGURATIONS, "own", (LDAdam, {"rank": 16}))
     (found, _), (expected, _) = _steps("wide", form), _steps("own", form)
     assert all(torch.equal(own, other) for own, other in zip(found, expected, strict=True))
-
-
-@pytest.mark.skipif(products() is None, reason="the processor has no matrix tiles, or no compiler")
-@pytest.mark.parametrize(
-    ("variant", "coefficients"), [("muon", "published"), ("shampoo", "published"), ("shampoo", "polar_express")]
-)
-def test_momenta_are_orthogonalised_where_they_lie(
-    variant: str, coefficients: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one by one, through the exchange, and as the library does but for roundings to bfloat16."""
-    options = {"variant": variant, "weight_decay": 0.1, "lr_1d": 1e-3, "ns_dtype": "bfloat16"}
-    options["ns_coefficients"] = coefficients
-    monkeypatch.setitem(CONFIGURATIONS, "orthogonal", (MARS, options))
-    taken: list[int] = []
-
-    def counted_steps(jobs: list[Any]) -> None:
-        taken.append(len(jobs))
-        orthogonal_steps_(jobs)
-
-    monkeypatch.setattr("rankwise.mars.orthogonal_matrices.orthogonal_steps_for", lambda *_: counted_steps)
-    found, counted = _steps("orthogonal", native, _missing)
-    assert taken == [2, 3, 3, 2, 3], "the matrices with a gradient"
-    monkeypatch.setattr("rankwise.mars.orthogonal_matrices.orthogonal_steps_for", lambda *_: None)
-    other, known = _steps("orthogonal", foreach, _missing)
-    assert counted == pytest.approx(known, rel=1e-3)
-    one_by_one, _ = _steps("orthogonal", native, _missing)
-    _assert_alike(found, one_by_one)
-    monkeypatch.setattr(MatrixExchange, "one_by_one_on", ())
-    exchanged, _ = _steps("orthogonal", native, _missing)
-    _assert_alike(found, exchanged)
-    start = [parameter.detach() for parameter in _network().parameters()]
-    for own, wanted, before in zip(found, other, start, strict=True):
-        assert float((own - wanted).norm()) < 0.02 * float((wanted - before).norm())
 
 
 def _zero(step: int, optimizer: Any, parameters: list[nn.Parameter]) -> None:

@@ -48,9 +48,9 @@ class _Places:
 class _Dispatch(TorchDispatchMode):
     """Refuses mixtures, and lets results be where the operands are."""
 
-    def __init__(self, places: _Places) -> None:
+    def __init__(self, places: _Places, copies_stay: bool) -> None:
         super().__init__()
-        self.places = places
+        self.places, self.copies_stay = places, copies_stay
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -59,7 +59,21 @@ class _Dispatch(TorchDispatchMode):
         if name in _COPIES:
             if name == "aten::copy_" and {HOST, DEVICE} <= found.keys():
                 self.places.crossed[str(self.places.of(operands[0]))] += 1
-            return func(*args, **(kwargs or {}))
+            if name == "aten::_foreach_copy_" and self.copies_stay:
+                for target, source in zip(args[0], args[1], strict=True):
+                    place = self.places.of(source)
+                    if place is not None and self.places.of(target) is None:
+                        self.places.put(target, place)
+            copy = func(*args, **(kwargs or {}))
+            place = self.places.of(operands[0])
+            if (
+                name == "aten::_to_copy"
+                and self.copies_stay
+                and place is not None
+                and (kwargs or {}).get("device") is None
+            ):
+                self.places.put(copy, place)
+            return copy
         # As on a real device, which takes numbers of the host.
         alike = {place for place, operand in found.items() if place == DEVICE or (place and operand.dim())}
         if len(alike) > 1:
@@ -96,8 +110,12 @@ class _Function(TorchFunctionMode):
 
 
 @contextmanager
-def apart() -> Iterator[_Places]:
-    """Operations of this thread are watched; what it yields knows where tensors are, and is told where some lie."""
+def apart(copies_stay: bool = False) -> Iterator[_Places]:
+    """Operations of this thread are watched; what it yields knows where tensors are, and is told where some lie.
+
+    Args:
+        copies_stay: Whether lists of copies, and copies in another type, are where their originals are.
+    """
     places = _Places()
-    with _Dispatch(places), _Function(places):
+    with _Dispatch(places, copies_stay), _Function(places):
         yield places
