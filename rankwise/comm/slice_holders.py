@@ -20,14 +20,14 @@ class Holders(NamedTuple):
         rank: Which of them this one is.
         add: Sums a tensor over the holders, alike for all of them.
         gather: Stacks the holders' tensors, (holders, ...), alike for all of them.
-        count: Their number.
+        ranks: Their number.
         largest: The largest of each number of a tensor over the holders, alike for all of them.
     """
 
     rank: int
     add: Callable[[Tensor], Tensor]
     gather: Callable[[Tensor], Tensor]
-    count: int = 1
+    ranks: int = 1
     largest: Callable[[Tensor], Tensor] = lambda values: values
 
 

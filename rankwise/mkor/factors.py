@@ -310,7 +310,7 @@ def _products(
 def _product(matrices: Tensor, left: Sequence[Any] | None, right: Sequence[Any] | None, dtype: torch.dtype) -> Tensor:
     sides = [*(left or ()), *(right or ())]
     if sides and isinstance(sides[0], Window):
-        stacked = [None if side is None else Window.of(side) for side in (left, right)]
-        return multiply_(matrices.to(dtype, copy=True), *stacked).to(matrices.dtype)
-    dense = [None if side is None else torch.stack(list(side)) for side in (left, right)]
-    return formulas.apply_inverses(matrices, *dense, dtype)
+        of_rows, of_columns = (None if side is None else Window.of(side) for side in (left, right))
+        return multiply_(matrices.to(dtype, copy=True), of_rows, of_columns).to(matrices.dtype)
+    rows, columns = (None if side is None else torch.stack(list(side)) for side in (left, right))
+    return formulas.apply_inverses(matrices, rows, columns, dtype)

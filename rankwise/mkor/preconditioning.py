@@ -49,9 +49,11 @@ class Gradient:
     def form(self) -> GradientForm:
         """The form of the gradient, without its values."""
         weights, biases = (tuple(run.numel() for run in runs) for runs in (self.weights, self.biases))
-        sides = (side is not None for side in (self.left, self.right))
-        windows = any(isinstance(side, Window) for side in (self.left, self.right))
-        return GradientForm(self.rows, self.columns, weights, biases, self.turned, *sides, windows)
+        left, right = self.left, self.right
+        windows = isinstance(left, Window) or isinstance(right, Window)
+        return GradientForm(
+            self.rows, self.columns, weights, biases, self.turned, left is not None, right is not None, windows
+        )
 
     @property
     def runs(self) -> list[Tensor]:

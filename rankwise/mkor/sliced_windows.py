@@ -112,12 +112,12 @@ class SlicedWindows:
         ]
         if own:
             dim = 1 if self._is_cut(side) else 0
-            parts = [vectors.tensor_split(self.holders.count, dim)[self.holders.rank] for _, vectors in own]
+            parts = [vectors.tensor_split(self.holders.ranks, dim)[self.holders.rank] for _, vectors in own]
             torch._foreach_copy_([state for state, _ in own], parts)
 
     def norms(self, vectors: Tensor, weights: Tensor, norm: FactorNorm, product: torch.dtype) -> Tensor:
         """Do :func:`rankwise.mkor.vector_windows.window_norm`, each rank some rows of J."""
-        side, count, rank = vectors.shape[-1], self.holders.count, self.holders.rank
+        side, count, rank = vectors.shape[-1], self.holders.ranks, self.holders.rank
         rows = range(rank * side // count, (rank + 1) * side // count)
         sizes = window_norm(vectors, weights, norm, product, rows)
         # A rank may have no row, and a maximum overlook a NaN.

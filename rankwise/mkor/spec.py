@@ -76,7 +76,7 @@ class MKORSpec(OptimizerSpec):
     options: MKOROptions
     health_totals = ("factors_updated", "factors_skipped")
     product_option = "product_dtype"
-    matrix_states = (
+    matrix_states: tuple[State, ...] = (
         State("left", _factor_of(0), _identity, by_block=True, lendable=True),
         State("right", _factor_of(1), _identity, with_bias=(0, 1), lendable=True),
         _FAILURES,

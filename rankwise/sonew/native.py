@@ -133,7 +133,7 @@ def _in_c(grads: list[Tensor], states: Sequence[Field]) -> tuple[dict[str, Any],
     Returns:
         Arrays by name, and structures to which they point.
     """
-    nothing = [None] * len(grads)
+    nothing: list[int | None] = [None] * len(grads)
     fields: list[int | None] = [address(grad) for grad in grads]
     narrow: list[low_precision_arrays.LowPrecisionInC | None] = [None]
     loose: list[int | None] = 2 * nothing

@@ -153,9 +153,9 @@ class SONew(ShardedOptimizer):
                 stepped.append(piece)
                 start += sum(_sizes(piece))
         ratios = self._graft_ratios(unit, stepped, parts)
-        for (bucket, span), (directions, _) in zip(spans(stepped), parts, strict=True):
+        for (bucket, span), part in zip(spans(stepped), parts, strict=True):
             scalars = Scalars(lr=bucket.group["lr"], weight_decay=bucket.group["weight_decay"])
-            fields = {"grad": directions, "param": bucket.weights}
+            fields = {"grad": part.directions, "param": bucket.weights}
             unit.run(Pass("step", fields, scalars, None if ratios is None else ratios[span]))
 
     def _halos(self, unit: StepUnit, buckets: list[Bucket]) -> dict[int, list[Halo]]:
