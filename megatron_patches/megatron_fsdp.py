@@ -140,6 +140,11 @@ def _settings(chunk: Any, config: OptimizerConfig) -> Iterator[Setting]:
         f"it steps experts and other weights by one optimizer, whose ranks differ; {_DIVIDE}",
     )
     yield Setting(
+        given.data_parallel_sharding_strategy == "no_shard",
+        "--data-parallel-sharding-strategy no_shard",
+        "it shards nothing, and megatron-core 0.16 cannot take a step with it; leave --use-megatron-fsdp out",
+    )
+    yield Setting(
         given.outer_dp_sharding_strategy != "no_shard",
         "--outer-dp-sharding-strategy",
         "Megatron then sums gradients over the ranks and does not average them (_create_hfsdp_helper_buffer passes no "

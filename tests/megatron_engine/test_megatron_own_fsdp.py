@@ -18,7 +18,7 @@ from megatron_patches.registry import RankwiseConfig, get_megatron_optimizer
 from megatron_patches.support import SupportError
 
 STEPS = 3
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
 OURS = (*TYPES, "mkor-sketch")
 # Of the largest change of a weight, or what Megatron's Adam shows in the same cell. Where rounding can flip a sign or
 # an edge: of the mean change.
@@ -100,7 +100,7 @@ HALF = {"precision": "bf16", **BIASED}
         pytest.param(
             [
                 (name, Cell(megatron_fsdp=strategy, **kind))
-                for strategy in STRATEGIES[1:]
+                for strategy in STRATEGIES
                 for kind in ({}, HALF)
                 for name in OURS
             ],
@@ -146,6 +146,10 @@ def test_what_does_not_work_is_refused_by_name() -> None:
         "--use-precision-aware-optimizer is invalid with --use-megatron-fsdp": (
             sharded,
             {"use_precision_aware_optimizer": True},
+        ),
+        "--data-parallel-sharding-strategy no_shard is invalid with --use-megatron-fsdp": (
+            Cell(megatron_fsdp="no_shard"),
+            {},
         ),
         "--outer-dp-sharding-strategy is invalid with --use-megatron-fsdp": (
             Cell(instances=2, outer="optim", **FULL_SHARDS),
