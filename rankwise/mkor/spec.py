@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,14 +23,31 @@ from rankwise.states.optimizer_spec import OptimizerSpec
 __all__ = ["MKORSpec"]
 
 
-def _factor_of(axis: int) -> Callable[[int, int, Mapping[str, Any]], tuple[int, int] | None]:
-    """The shape of the factor of the outputs (0) or inputs (1); None where there are too many."""
+# What a state is declared with is pickled with the optimizer, so these functions are the module's.
 
-    def shape(outputs: int, inputs: int, group: Mapping[str, Any]) -> tuple[int, int] | None:
-        side = (outputs, inputs)[axis]
-        return (side, side) if side <= group["max_factor_dim"] else None
 
-    return shape
+def _side(axis: int, outputs: int, inputs: int, group: Mapping[str, Any]) -> int | None:
+    """The side of the factor of the outputs (0) or inputs (1); None where there are too many."""
+    side = (outputs, inputs)[axis]
+    return side if side <= group["max_factor_dim"] else None
+
+
+def _square(axis: int, *matrix: Any) -> tuple[int, int] | None:
+    side = _side(axis, *matrix)
+    return None if side is None else (side, side)
+
+
+def _vectors(axis: int, length: int, *matrix: Any) -> tuple[int, int] | None:
+    side = _side(axis, *matrix)
+    return None if side is None else (length, side)
+
+
+def _weights(axis: int, length: int, *matrix: Any) -> tuple[int] | None:
+    return None if _side(axis, *matrix) is None else (length,)
+
+
+def _cut(axis: int, outputs: int, inputs: int) -> tuple[int, int]:
+    return 1 - axis, axis
 
 
 def _identity(zeros: Tensor) -> None:
@@ -45,23 +63,18 @@ def _window_of(axis: int, length: int) -> tuple[State, State]:
 
     Slices along the axis have parts of the vectors; slices along the other one have some of the vectors.
     """
-    dense = _factor_of(axis)
-
-    def vectors(outputs: int, inputs: int, group: Mapping[str, Any]) -> tuple[int, int] | None:
-        shape = dense(outputs, inputs, group)
-        return None if shape is None else (length, shape[1])
-
-    def weights(outputs: int, inputs: int, group: Mapping[str, Any]) -> tuple[int] | None:
-        return None if dense(outputs, inputs, group) is None else (length,)
-
-    def axes(outputs: int, inputs: int) -> tuple[int, int]:
-        return 1 - axis, axis
-
     of_vectors, of_weights = names_of(("left", "right")[axis])
     by_block = axis == 0
     return (
-        State(of_vectors, vectors, axes=axes, by_block=by_block, with_bias=(1,) * axis, lendable=True),
-        State(of_weights, weights, by_block=by_block, lendable=True),
+        State(
+            of_vectors,
+            partial(_vectors, axis, length),
+            axes=partial(_cut, axis),
+            by_block=by_block,
+            with_bias=(1,) * axis,
+            lendable=True,
+        ),
+        State(of_weights, partial(_weights, axis, length), by_block=by_block, lendable=True),
     )
 
 
@@ -77,8 +90,8 @@ class MKORSpec(OptimizerSpec):
     health_totals = ("factors_updated", "factors_skipped")
     product_option = "product_dtype"
     matrix_states: tuple[State, ...] = (
-        State("left", _factor_of(0), _identity, by_block=True, lendable=True),
-        State("right", _factor_of(1), _identity, with_bias=(0, 1), lendable=True),
+        State("left", partial(_square, 0), _identity, by_block=True, lendable=True),
+        State("right", partial(_square, 1), _identity, with_bias=(0, 1), lendable=True),
         _FAILURES,
     )
     compared_options = ("rule",)  # it says what factors are the inverses of
