@@ -28,7 +28,7 @@ HARMLESS: dict[str, str] = {
     **dict.fromkeys(("factor_decay", "update_interval", "stabilizer", "stabilizer_norm"), RATE),
     **dict.fromkeys(("output_gain", "sketch_gain"), "the factors follow what is gained by their decay"),
     **dict.fromkeys(("state_dtype", "error_dtype", "reference_dtype", "factor_dtype", "capturable"), STORED),
-    **dict.fromkeys(("state_rounding", "comm_dtype", "ns_dtype", "product_dtype"), MESSAGE),
+    **dict.fromkeys(("state_rounding", "comm_dtype", "ns_dtype", "product_dtype", "offload_compute"), MESSAGE),
     **dict.fromkeys(("exclude", "optimize_1d", "max_factor_dim", "tp_mode"), ROUTE),
     **dict.fromkeys(("blocks", "split_heads"), "states of other blocks start afresh, which is said"),
     **dict.fromkeys(("hybrid", "hybrid_beta", "hybrid_patience", "hybrid_min_steps", "hybrid_ema"), RATE),
