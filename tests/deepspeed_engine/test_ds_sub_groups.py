@@ -110,7 +110,7 @@ def test_states_of_layers_that_were_cut_are_refused(tmp_path: Path) -> None:
     run_ranks(2, _save_apart, str(tmp_path))
     for world in (2, 4):
         (message,) = set(run_ranks(world, _load, str(tmp_path), True))
-        assert "the state 'right' of" in message and "(10, 10)" in message and "weights alone" in message
+        assert "the state 'right_vectors' of" in message and "(352, 10)" in message and "weights alone" in message
     for found in run_ranks(2, _load, str(tmp_path), False):
         assert found == "continued"
 
