@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rankwise.comm.slice_holders import Holders
 from rankwise.mkor.rule import FactorNorm, rescale_to_norm
-from rankwise.mkor.vector_windows import Window, factor_of, multiply_, window_norm
+from rankwise.mkor.vector_windows import Window, factor_of, multiply_, portions, window_norm
 from rankwise.states.matrix_states import MatrixState
 
 __all__ = ["SlicedWindows", "exchanged", "sends_less"]
@@ -115,13 +115,18 @@ class SlicedWindows:
             parts = [vectors.tensor_split(self.holders.ranks, dim)[self.holders.rank] for _, vectors in own]
             torch._foreach_copy_([state for state, _ in own], parts)
 
-    def norms(self, vectors: Tensor, weights: Tensor, norm: FactorNorm, product: torch.dtype) -> Tensor:
-        """Do :func:`rankwise.mkor.vector_windows.window_norm`, each rank some rows of J."""
-        side, count, rank = vectors.shape[-1], self.holders.ranks, self.holders.rank
+    def norms(self, windows: Sequence[Window], norm: FactorNorm, product: torch.dtype | None) -> Tensor:
+        """Do :func:`rankwise.mkor.vector_windows.window_norm` of many windows, each rank some rows of every J."""
+        side, count, rank = windows[0].vectors.shape[-1], self.holders.ranks, self.holders.rank
         rows = range(rank * side // count, (rank + 1) * side // count)
-        sizes = window_norm(vectors, weights, norm, product, rows)
+        wide = torch.promote_types(windows[0].vectors.dtype, torch.float32)
+        sizes = []
+        for part in portions(windows):
+            vectors, weights = (tensor.to(wide) for tensor in Window.of(windows[part]))
+            sizes.append(window_norm(vectors, weights, norm, product or wide, rows))
         # A rank may have no row, and a maximum overlook a NaN.
-        return self.holders.largest(torch.where(sizes.isfinite(), sizes, torch.inf))
+        measured = torch.cat(sizes)
+        return self.holders.largest(torch.where(measured.isfinite(), measured, torch.inf))
 
     def precondition(self, matrix: Tensor, other: Sequence[Any], product: torch.dtype, rescale: bool) -> Tensor:
         """Precondition slices of gradients.

@@ -14,7 +14,7 @@ place of the one with the least weight. Nothing of the size of J is ever kept, a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ __all__ = [
     "is_identity",
     "multiply_",
     "names_of",
+    "portions",
     "resized",
     "update_windows_",
     "window_length",
@@ -73,7 +74,7 @@ class Window(NamedTuple):
 Factor = Tensor | Window
 """A factor inverse: dense, (d, d), or a window."""
 Sums = tuple[Callable[[Tensor], Tensor] | None, Callable[[Tensor], Tensor] | None]
-Norms = Callable[[Tensor, Tensor, FactorNorm, torch.dtype], Tensor]
+Norms = Callable[[Sequence[Window], FactorNorm, torch.dtype | None], Tensor]
 
 
 def window_length(decay: float, dtype: torch.dtype) -> int:
@@ -170,36 +171,43 @@ def update_windows_(
         norm: Norm of the stabilizer, of :data:`rankwise.mkor.formulas.FACTOR_NORMS`.
         product: Type of the products in this norm; None for that of all other arithmetic here.
         seen: (n,) bool, windows that take part; others keep every bit. None: all take part.
-        norms: What measures them in the place of :func:`window_norm`.
+        norms: What measures all of them at once, in the place of :func:`window_norm`.
 
     Returns:
         (n,) bool, which windows took their vector; False for those that take no part.
     """
-    most = max(1, _AT_ONCE.get(vectors.device.type, _AT_ONCE_ELSEWHERE) // windows[0].vectors.numel())
     seen = torch.ones(len(windows), dtype=torch.bool, device=vectors.device) if seen is None else seen
     options: Any = {"decay": decay, "stabilizer": stabilizer, "norm": norm, "product": product}
-    options["norms"] = norms or window_norm
-    parts = (slice(first, first + most) for first in range(0, len(windows), most))
-    taken = [_update_together_(windows[part], vectors[part], seen[part], **options) for part in parts]
+    sizes = None if norms is None or stabilizer is None else norms(windows, norm, product)
+    taken = [
+        _update_together_(windows[part], vectors[part], seen[part], None if sizes is None else sizes[part], **options)
+        for part in portions(windows)
+    ]
     return torch.cat(taken)
+
+
+def portions(windows: Sequence[Window]) -> Iterator[slice]:
+    """Yield which of some windows of one shape are computed together."""
+    most = max(1, _AT_ONCE.get(windows[0].vectors.device.type, _AT_ONCE_ELSEWHERE) // windows[0].vectors.numel())
+    return (slice(first, first + most) for first in range(0, len(windows), most))
 
 
 def _update_together_(
     windows: Sequence[Window],
     vectors: Tensor,
     seen: Tensor,
+    size: Tensor | None,
     *,
     decay: float,
     stabilizer: tuple[float, float] | None,
     norm: FactorNorm,
     product: torch.dtype | None,
-    norms: Norms,
 ) -> Tensor:
     stored = Window.of(windows)
     wide = torch.float64 if torch.float64 in (stored.vectors.dtype, vectors.dtype) else torch.float32
     kept, weights, v = stored.vectors.to(wide), stored.weights.to(wide), vectors.to(wide)
     if stabilizer is not None:
-        size = norms(kept, weights, norm, product or wide)
+        size = window_norm(kept, weights, norm, product or wide) if size is None else size
         finite = size.isfinite()
         weights = torch.where((size > stabilizer[0])[:, None], stabilizer[1] * weights, weights)
         weights = weights.masked_fill(~finite[:, None], 0.0)

@@ -18,7 +18,7 @@ from torch import Tensor
 from rankwise.comm.slice_holders import Holders
 from rankwise.estimate import estimate
 from rankwise.mkor.sliced_windows import SlicedWindows, exchanged, sends_less
-from rankwise.mkor.vector_windows import window_norm
+from rankwise.mkor.vector_windows import Window, window_norm
 
 KEY, ROWS, COLUMNS, STEPS = "c.weight", 12, 20, 7
 
@@ -128,7 +128,7 @@ def test_a_side_shorter_than_the_number_of_ranks(norm: Any) -> None:
         found = []
         for rank in range(8):
             holders = Holders(rank, lambda values: values, lambda values: values, 8)
-            found.append(SlicedWindows(0, [], holders, False).norms(vectors, weights, norm, torch.float64))
+            found.append(SlicedWindows(0, [], holders, False).norms([Window(vectors[0], weights[0])], norm, None))
         assert not any(value.isnan() for value in found)
         return torch.cat(found).amax()
 
