@@ -107,7 +107,7 @@ class Goal:
     efficiency: Annotated[float, share("Share of peak FLOP/s.", SPEED, least=0.01, most=1)] = 0.4
     max_state_gb: Annotated[float | None, share("GiB on the fullest rank; not met: status 1.", ANSWER, least=0)] = None
     max_overhead: Annotated[str | None, _name("Share of a training step.", ANSWER, "X%")] = None
-    gpu: Annotated[str, _name("A100 to MI300X, or TFLOP/s:TB/s.", ANSWER)] = "H100"
+    gpu: Annotated[str, _name("A100…MI300X, TFLOP/s:TB/s.", ANSWER)] = "H100"
     png: Annotated[Path | None, _name("Picture of the load per rank.", ANSWER, "FILE")] = None
     as_json: Annotated[
         bool, typer.Option("--json", help="For programs, with every rank and owner.", rich_help_panel=ANSWER)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -55,11 +55,16 @@ class MatrixRule(ABC):
 
     Args:
         matrices: The matrices.
+
+    Attributes:
+        on_device: Gives a matrix's states as :meth:`update` is to use them.
     """
 
     def __init__(self, matrices: StepMatrices) -> None:
         self.unit, self.buckets, self.groups, self.health = matrices
         self._borrowed: dict[str, dict[str, Tensor]] = {}
+        # No method of this object: a rule that held itself would keep gradients until the next garbage collection.
+        self.on_device = partial(_copies_or_own, self._borrowed)
 
     @cached_property
     def weights(self) -> dict[int, Tensor]:
@@ -104,11 +109,6 @@ class MatrixRule(ABC):
     def changes_states(self, task: MatrixTask) -> bool:
         """Whether :meth:`update` changes what :meth:`states` has of a matrix in this step."""
         return True
-
-    def on_device(self, task: MatrixTask, state: MatrixState) -> MatrixState:
-        """A matrix's states as :meth:`update` is to use them."""
-        copies = self._borrowed.get(task.key)
-        return state if copies is None else {**state, **copies}
 
     @contextmanager
     def borrowing(self, copies: Mapping[str, dict[str, Tensor]]) -> Iterator[None]:
@@ -351,3 +351,8 @@ class _MatrixStep:
 def _profiled(label: str) -> AbstractContextManager[Any]:
     """A profiler's range; nothing, at no cost, where none runs."""
     return record_function(label) if profiler._is_profiler_enabled else _NOTHING
+
+
+def _copies_or_own(borrowed: Mapping[str, dict[str, Tensor]], task: MatrixTask, state: MatrixState) -> MatrixState:
+    copies = borrowed.get(task.key)
+    return state if copies is None else {**state, **copies}

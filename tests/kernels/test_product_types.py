@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,16 +103,11 @@ def test_variables_that_narrow_the_instructions_count() -> None:
     assert child.stdout.strip() == "False", child.stderr
 
 
-@pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize("fast", [False, True])
-def test_our_own_tiles_count(fast: bool, tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torch_multiplies_fast_counts(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forms, "multiplies_bfloat16", lambda device: fast)
-    monkeypatch.setattr(forms, "products", lambda: SimpleNamespace() if tiles else None)
-    with using(native):
-        assert product_dtype_for(CPU, FP32) == (BF16 if fast or tiles else FP32)
-        assert product_dtype_for(CPU, FP64) == FP64
-    with using(lists):
-        assert product_dtype_for(CPU, FP32) == (BF16 if fast else FP32)
+    assert product_dtype_for(CPU, FP32) == (BF16 if fast else FP32)
+    assert product_dtype_for(CPU, FP64) == FP64
 
 
 # --- what is multiplied -------------------------------------------------------------------------------------------
@@ -221,7 +215,6 @@ def test_float64_parameters_and_wide_factors_keep_their_digits(
 @pytest.mark.parametrize("name", RULES)
 def test_checkpoints_move_between_machines(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold no type of products; what was saved is loaded to the bit, and the step is the new machine's."""
-    monkeypatch.setattr(forms, "products", lambda: None)
     _multiplies(monkeypatch, True)
     model, optimizer = _built(name)
     _step(model, optimizer, 0)
