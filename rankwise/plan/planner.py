@@ -29,7 +29,7 @@ from rankwise.plan.notes import Note
 from rankwise.plan.state_memory import keepers_in
 from rankwise.plan.step_unit import Collectives, StepUnit, UnitKey
 from rankwise.plan.unit_builder import UnitBuilder, device_and_dtype
-from rankwise.plan.work_device import computes_on_device
+from rankwise.plan.work_device import computes_on_device, is_left_to_us
 from rankwise.states.element_states import ElementStates
 from rankwise.states.entries import cut_into_entries
 from rankwise.states.group_values import GroupValues
@@ -319,6 +319,8 @@ class Planner:
             plan = replace(plan, keepers=keepers_in(unit, tasks, plan.owners, self.owner_of))
         wire = wire_of(getattr(self.spec.options, "comm_dtype", None), unit.dtype)
         place = self._imagined_place if layout.imagined else self.source.work_place(unit.layout.group)
+        if place is not None and place.device.type == "cpu" and is_left_to_us(self.spec):
+            place = None  # the model is on the host itself, and nothing travels
         if place is not None and computes_on_device(self.spec, place.device, unit, tasks):
             how: tuple[Any, ...] = (place.device, unit.dtype, wire, None, HostLink(place.device), place.group)
         else:

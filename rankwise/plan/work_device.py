@@ -11,7 +11,7 @@ from rankwise.comm.owner_plan import MatrixTask
 from rankwise.plan.step_unit import StepUnit
 from rankwise.states.optimizer_spec import OptimizerSpec
 
-__all__ = ["HOST_OPERATIONS", "LINK_BYTES", "OPERATIONS_PER_BYTE", "computes_on_device"]
+__all__ = ["HOST_OPERATIONS", "LINK_BYTES", "OPERATIONS_PER_BYTE", "computes_on_device", "is_left_to_us"]
 
 HOST_OPERATIONS = 0.25e12
 """Operations per second of the host for each rank: 8 ranks share 2 TFLOP/s."""
@@ -20,6 +20,11 @@ LINK_BYTES = 25e9
 OPERATIONS_PER_BYTE = HOST_OPERATIONS / LINK_BYTES
 """From so many operations for a byte that travels on, the device multiplies. Constants, because all ranks must come to
 one answer."""
+
+
+def is_left_to_us(spec: OptimizerSpec) -> bool:
+    """Whether the options name no device."""
+    return getattr(spec.options, "offload_compute", "auto") == "auto"
 
 
 def computes_on_device(spec: OptimizerSpec, device: torch.device, unit: StepUnit, tasks: Sequence[MatrixTask]) -> bool:
@@ -31,9 +36,8 @@ def computes_on_device(spec: OptimizerSpec, device: torch.device, unit: StepUnit
         unit: A unit whose weights and states are on the host.
         tasks: Its matrices, and slices of those that ranks compute together.
     """
-    wish = getattr(spec.options, "offload_compute", "auto")
-    if wish != "auto":
-        return wish == "device"
+    if not is_left_to_us(spec):
+        return bool(getattr(spec.options, "offload_compute", "") == "device")
     if device.type == "cpu":
         return False
     # A task has the parameter of which it is a slice, once.
