@@ -273,4 +273,4 @@ def test_a_checkpoint_of_other_matrices_continues(tmp_path: Path) -> None:
         assert any("linear_proj" in key for key in states), (name, states)
         own = {key.rpartition(" ")[2] for key in states if "linear_qkv" in key}
         # All blocks see the same inputs; else what blocks keep starts afresh.
-        assert own == ({"right"} if name == "mkor" else set()), (name, own)
+        assert own == ({"right_vectors", "right_weights"} if name == "mkor" else set()), (name, own)
