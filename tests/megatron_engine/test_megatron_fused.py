@@ -53,6 +53,7 @@ GROUPED = FusedShape((("q", 16), ("k", 8), ("v", 8)), groups=2, heads=(2, 1, 1))
 GATES = FusedShape((("q", 16), ("gate", 16), ("k", 8), ("v", 8)), groups=2, heads=(2, 2, 1, 1))
 HALVES = FusedShape((("gate", INNER), ("up", INNER)))
 LATENTS = {
+    "self_attention.linear_q_up_proj.weight": FusedShape((("q", 40),), heads=(4,)),
     "self_attention.linear_kv_down_proj.weight": FusedShape((("kv", 10), ("k_rope", 4))),
     "self_attention.linear_kv_up_proj.weight": FusedShape((("k", 6), ("v", 8)), groups=4, heads=(1, 1)),
 }
