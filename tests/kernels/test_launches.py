@@ -87,7 +87,8 @@ def test_with_kernels(kind: Any, options: dict[str, Any], launches: list[str], m
     for layers in (2, 6):
         launches.clear()
         found = operations(kind, options, layers, triton)
-        counts.append((len(launches), Counter(name for name in found if name not in TABLES)))
+        # Triton's interpreter converts bfloat16 by torch's function, tile by tile.
+        counts.append((len(launches), Counter(name for name in found if name not in {*TABLES, "_to_copy"})))
     assert counts[0] == counts[1]
     assert counts[0][0] > 0
 

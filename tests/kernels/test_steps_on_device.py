@@ -175,7 +175,9 @@ def test_replays_are_steps(name: str, interpreter: None, monkeypatch: pytest.Mon
             graph.replay()
         for index in (2, 3, 4):
             twin.step(index)
-    assert_runs_close(run.values(), twin.values(), 4e-3 if "-error" in name and "no" not in name else 2e-5)
+    # LDAdam's captured steps multiply in float32, its others bfloat16 halves; the error buffer hides the difference least.
+    rounding = 2e-4 if name.startswith("ldadam") else 2e-5
+    assert_runs_close(run.values(), twin.values(), 4e-3 if "-error" in name and "no" not in name else rounding)
 
 
 def test_tables_of_tiles_must_be_there_before_a_graph(interpreter: None) -> None:
