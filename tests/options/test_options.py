@@ -65,6 +65,16 @@ CHECKS: list[tuple[type, str, list[Any], str, str]] = [
     ),
     (MARS, "ns_dtype", [*DTYPES, None], "it must name a floating-point type.*, or be 'auto'", "write 'float32'"),
     (MARS, "comm_dtype", ["float", 32], "it must name a floating-point type.*, or be 'int8'", "write 'float32'"),
+    *(
+        (
+            kind,
+            "offload_compute",
+            ["gpu", 3, None],
+            "it must be one of 'auto', 'host', 'device'",
+            "the default is 'auto'",
+        )
+        for kind in (MARS, LDAdam, MKOR)
+    ),
     (SONew, "band", [-1, 1.0, True], "it must be an integer >= 0", "the default is 1"),
     (SONew, "betas", PAIRS, r"it must be two numbers in \[0, 1\)", r"the default is \[0.9, 0.99\]"),
     (SONew, "graft", ["adam2", "", None], "it must be one of 'adam', 'adam_official', 'rmsprop'", ""),
