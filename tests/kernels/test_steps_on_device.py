@@ -175,7 +175,7 @@ def test_replays_are_steps(name: str, interpreter: None, monkeypatch: pytest.Mon
             graph.replay()
         for index in (2, 3, 4):
             twin.step(index)
-    # LDAdam's captured steps multiply in float32, its others bfloat16 halves; the error buffer hides the difference least.
+    # LDAdam's captured steps multiply in float32, its others bfloat16 halves.
     rounding = 2e-4 if name.startswith("ldadam") else 2e-5
     assert_runs_close(run.values(), twin.values(), 4e-3 if "-error" in name and "no" not in name else rounding)
 

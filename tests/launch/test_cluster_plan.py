@@ -126,7 +126,7 @@ def test_llama_70b_under_megatron_tp_8_pp_8_agrees_with_a_calculation_by_hand() 
     held = sum(rank.element_state_bytes + rank.matrix_state_bytes for rank in found.ranks)
     # Queries, keys and values share their input's factor; gate and up are too wide for one of their outputs.
     attention = factors(H, H) + 2 * (factors(KV, F) - 4)
-    # What follows attention and the gates is cut: each rank has weights of its own of both sides, or of one, and a count.
+    # What follows attention and the gates is cut: each rank has weights of its own of both sides, or of one; a count.
     copies = (tp - 1) * ((2 * 128 * 4 + 4) + (128 * 4 + 4))
     assert held - 8 * sum(stages) == L * (attention + factors(H, H) + factors(2 * F, H) + factors(H, F) + copies)
 
