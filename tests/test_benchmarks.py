@@ -131,10 +131,10 @@ CALLS = {
     "MARS-AdamW": (61, 0),
     "MARS-Lion": (50, 0),
     "MARS-M": (79, 31),
-    "SONew, tridiagonal": (75, 18),
-    "LDAdam, rank 4": (88, 49),
-    "MKOR": (67, 14),
-    "MKOR, factor step": (96, 43),
+    "SONew, tridiagonal": (75, 20),
+    "LDAdam, rank 4": (118, 82),
+    "MKOR": (74, 26),
+    "MKOR, factor step": (240, 191),  # CPUs move windows one by one, other devices those of a shape together
 }
 
 
@@ -158,7 +158,7 @@ def test_the_page_of_newton_schulz_has_every_set_form_and_shape() -> None:
     assert page.count("(0.67)") == 2 and "4 x 16" in page
 
 
-@pytest.mark.parametrize(("name", "count"), [("MARS-M", 15 * 8), ("MKOR", 2 * 8)])
+@pytest.mark.parametrize(("name", "count"), [("MARS-M", 15 * 8), ("MKOR", 4 * 8)])
 def test_steps_are_timed_over_exactly_their_products(name: str, count: int) -> None:
     """Of two blocks of four matrices each, in float32 whatever the step takes."""
     (row,) = measure_products("tiny", CPU, 1, [name])
