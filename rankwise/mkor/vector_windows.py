@@ -251,4 +251,5 @@ def window_norm(
         tile = weighted[..., first : min(first + rows, own.stop)].mT @ vectors
         tile.diagonal(first, -2, -1).sub_(1.0)
         sizes.append(torch.linalg.vector_norm(tile, 1 if norm == "row_sum" else math.inf, dim=-1, dtype=weights.dtype))
+        del tile  # before there is another one
     return torch.cat(sizes, dim=-1).amax(-1) if sizes else weights.new_zeros(count)
