@@ -119,7 +119,8 @@ class SlicedWindows:
         """Do :func:`rankwise.mkor.vector_windows.window_norm` of many windows, each rank some rows of every J."""
         side, count, rank = windows[0].vectors.shape[-1], self.holders.ranks, self.holders.rank
         rows = range(rank * side // count, (rank + 1) * side // count)
-        wide = torch.promote_types(windows[0].vectors.dtype, torch.float32)
+        stored = torch.promote_types(windows[0].vectors.dtype, torch.float32)
+        wide = torch.promote_types(stored, product or torch.float32)
         sizes = []
         for part in portions(windows):
             vectors, weights = (tensor.to(wide) for tensor in Window.of(windows[part]))
