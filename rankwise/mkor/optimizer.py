@@ -294,9 +294,7 @@ class MKOR(ShardedOptimizer):
         if self.options.stabilizer is None:
             return tuple(vectors)
         of_norm = max(4, of_vector, unit.dtype.itemsize)
-        # On CPUs windows are moved one at a time.
-        each = [of_norm] * matrices if unit.device.type == "cpu" else [of_norm * matrices]
-        return (*vectors, *(each * len(sides)))
+        return (*vectors, *([of_norm * matrices] * len(sides)))
 
     def _unit(self) -> StepUnit:
         self.statistics.join_replicas()
