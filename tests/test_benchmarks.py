@@ -132,7 +132,7 @@ CALLS = {
     "MARS-Lion": (50, 0),
     "MARS-M": (79, 31),
     "SONew, tridiagonal": (75, 20),
-    "LDAdam, rank 4": (118, 82),
+    "LDAdam, rank 4": (122, 86),
     "MKOR": (74, 26),
     "MKOR, factor step": (240, 191),  # CPUs move windows one by one, other devices those of a shape together
 }
