@@ -22,6 +22,7 @@ __all__ = [
     "keepers_of",
     "own_pieces",
     "plan_matrices",
+    "slice_tasks",
 ]
 
 # A rank keeps what it holds whole until its load exceeds the mean by this factor: moving a matrix costs two
@@ -65,6 +66,22 @@ class Batch:
     signature: Any
     tasks: tuple[MatrixTask, ...]
     partners: tuple[int, ...] = ()
+
+    @property
+    def sliced(self) -> int:
+        """Number of the matrices of which the tasks are slices."""
+        return len({task.whole for task in self.tasks})
+
+
+def slice_tasks(matrix: SlicedMatrix, signature: Any, cost: float) -> list[MatrixTask]:
+    """Return the tasks of a matrix's slices.
+
+    Args:
+        matrix: The matrix.
+        signature: Signature of each slice.
+        cost: Cost of the whole matrix.
+    """
+    return [MatrixTask(part, (part,), signature, cost / matrix.count, matrix.key) for part in matrix.parts]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from rankwise.comm.owner_plan import Batch, MatrixTask
+from rankwise.comm.owner_plan import Batch, MatrixTask, slice_tasks
 from rankwise.kernels import graphs
 from rankwise.kernels.dispatch import is_for_cpus
 from rankwise.kernels.surroundings import undisturbed
@@ -86,7 +86,7 @@ class LDAdam(ShardedOptimizer):
             matrix = slices[key]
             cut = whole.cut_along(matrix.axis)
             signature = LowRankSignature(*matrix.shape, whole.rank, whole.group, whole.right, cut)
-            tasks += [MatrixTask(part, (part,), signature, cost / matrix.count, key) for part in matrix.parts]
+            tasks += slice_tasks(matrix, signature, cost)
         # Those that lie whole on their owner are then stepped together; a captured step takes stacks of them.
         form = steps_in_place_for(unit.device, unit.dtype)
         return self.planner.choose_owners(unit, tasks, slices, alone=form is not None and not self.spec.capturable)
@@ -125,9 +125,8 @@ class LDAdam(ShardedOptimizer):
             signature: LowRankSignature = batch.signature
             if signature.cut is None:
                 return ()
-            matrices = len({task.whole for task in batch.tasks})
             sizes = exchanged(signature.cut, signature.short, signature.long, signature.rank)
-            return tuple(matrices * size for size in sizes)
+            return tuple(batch.sliced * size for size in sizes)
 
         alone = partial(scratch_alone, narrow=self.spec.has_narrow_subspaces)
         return StepCosts(

@@ -278,16 +278,15 @@ class MKOR(ShardedOptimizer):
         signature: LayerSignature = batch.signature
         if signature.cut is None:
             return ()
-        matrices = len({task.whole for task in batch.tasks})
         sizes = exchanged(signature.window, signature.whole_shape, signature.cut, signature.slices, self._widths(unit))
-        return tuple(-(-matrices * size // unit.dtype.itemsize) for size in sizes[: 2 + self._factors.rescales])
+        return tuple(-(-batch.sliced * size // unit.dtype.itemsize) for size in sizes[: 2 + self._factors.rescales])
 
     def _at_factor_steps(self, unit: StepUnit, batch: Batch) -> tuple[int, ...]:
         """Bytes of the further messages of factor steps: vectors of the side that is cut, and norms for each side."""
         signature: LayerSignature = batch.signature
         if signature.cut is None:
             return ()
-        matrices, window = len({task.whole for task in batch.tasks}), signature.window
+        matrices, window = batch.sliced, signature.window
         shape, (_, of_vector) = signature.whole_shape, self._widths(unit)
         own, sides = shape[signature.cut], [side for side in shape if side <= self.options.max_factor_dim]
         vectors = [matrices * window * (own // signature.slices) * of_vector] * (own in sides)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rankwise.comm.batch_messages import BatchPlan
-from rankwise.comm.owner_plan import Batch, MatrixTask
+from rankwise.comm.owner_plan import Batch, MatrixTask, slice_tasks
 from rankwise.comm.slice_holders import Holders
 from rankwise.kernels.run_views import RunViews, chosen_of
 from rankwise.layout.equal_slices import SlicedMatrix
@@ -408,9 +408,8 @@ def sliced_tasks(tasks: Sequence[MatrixTask], matrices: Mapping[str, SlicedMatri
         matrix = matrices.get(task.key)
         if matrix is None:
             found.append(task)
-            continue
-        signature = task.signature.of_slice(matrix.shape, matrix.axis, matrix.count)
-        found += [MatrixTask(part, (part,), signature, task.cost / matrix.count, task.key) for part in matrix.parts]
+        else:
+            found += slice_tasks(matrix, task.signature.of_slice(matrix.shape, matrix.axis, matrix.count), task.cost)
     return found
 
 
