@@ -51,7 +51,7 @@ class Factors(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that there are."""
+        """The basis, the direction and, with error feedback, the kept part."""
         return [self.basis, self.direction] if self.kept is None else [self.basis, self.direction, self.kept]
 
 
