@@ -31,7 +31,7 @@ ELSEWHERE = {
     "Accelerator(": "test_recipes.py::test_accelerate_prepares_an_optimizer_of_ours",
     "import lightning": "test_recipes.py::test_lightning_steps_an_optimizer_of_ours",
     "init_process_group()": "test_recipes.py::test_sharded_models_are_trained",
-    "model_chunks": "test_readme.py::test_the_megatron_loop_runs_as_it_stands",
+    "megatron.core": "test_readme.py::test_the_megatron_loop_runs_as_it_stands",
     "def state_of": "test_readme.py::test_the_megatron_loop_runs_as_it_stands",
 }
 
