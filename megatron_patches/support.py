@@ -119,15 +119,19 @@ def refuse_wrapping(chunks: Sequence[nn.Module], config: OptimizerConfig, name: 
                 "--transformer-impl transformer_engine, or leave --moe-grouped-gemm out"
             )
         model, again = get_model_config(chunk), "--tensor-parallel-num-weight-shards"
-        if (
-            max(getattr(model, field, 1) or 1 for field in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"))
-            > 1
-        ):
+        shards = (getattr(model, f"{kind}gtp_weight_remat_size", 1) for kind in ("", "expert_"))
+        if max(shards) > 1:
             settings = (
                 Setting(
                     getattr(config, "rankwise_layer_wise", False),
                     "--rankwise-layer-wise",
                     "it deals whole weights out, and ranks have rows of them; use --use-distributed-optimizer",
+                ),
+                Setting(
+                    any(getattr(chunk.ddp_config, f"fp{bits}_param_gather", False) for bits in (4, 8)),
+                    "--fp8-param-gather",
+                    "rows of few bits are tensors of a class that Transformer Engine's functions do not all take, and "
+                    "were never tried; leave out one of the two",
                 ),
                 Setting(
                     bool(getattr(model, "qk_clip", False)),

@@ -31,8 +31,8 @@ class Cut:
         shape: The unsharded shape.
         dim: Dimension cut by tensor parallelism; None if the rank holds the whole weight.
         index: Positions along ``dim`` that the rank holds, in its order.
-        rows: Rows [first, last) of that which the rank holds, where they are cut once more, and how many it stores: what
-            is missing are zeros; None if it holds all.
+        rows: Rows [first, last) of that which the rank holds, where they are cut once more, and how many it stores:
+            what is missing are zeros; None if it holds all.
     """
 
     name: str

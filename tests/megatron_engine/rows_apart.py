@@ -1,6 +1,6 @@
-"""Stands for what Megatron's weights that are cut once more need of Transformer Engine: two collectives, in bf16 or fp32.
+"""Stands for two collectives of Transformer Engine's, for which Megatron asks where weights are cut once more.
 
-The cuts, buffers, hooks and prefetches are Megatron's own, of its local layers.
+The cuts, buffers, hooks and prefetches are Megatron's own, of its local layers, in fp32 and bf16.
 """
 
 from __future__ import annotations

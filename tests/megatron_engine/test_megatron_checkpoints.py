@@ -13,7 +13,6 @@ from megatron_harness import Result, largest_gap, opened, trained
 from megatron_resumes import resume, save
 from megatron_types import TYPES, maker
 from ranks import once, run_ranks
-from rows_apart import HAS_WEIGHT_SHARDS
 
 from megatron_patches.cpu import cpu_megatron
 
@@ -28,8 +27,6 @@ SAME: dict[str, tuple[int, Cell]] = {
     "DP2 layer-wise": (2, Cell(optimizer={"rankwise_layer_wise": True})),
     "CP2 distributed": (2, Cell(cp=2, **DISTRIBUTED)),
 }
-if HAS_WEIGHT_SHARDS:
-    SAME["WS2 distributed bf16"] = (2, Cell(again=2, precision="bf16", **DISTRIBUTED))
 # From, to: fp32, so that nothing but the order of sums differs.
 MOVES: dict[str, tuple[tuple[int, Cell], tuple[int, Cell]]] = {
     "DP2 to TP2": ((2, Cell(**DISTRIBUTED)), (2, Cell(tp=2, **DISTRIBUTED))),
@@ -39,9 +36,6 @@ MOVES: dict[str, tuple[tuple[int, Cell], tuple[int, Cell]]] = {
     "PP2 to DP2": ((2, Cell(pp=2, **DISTRIBUTED)), (2, Cell(**DISTRIBUTED))),
     "CP2 to DP2": ((2, Cell(cp=2, **DISTRIBUTED)), (2, Cell(**DISTRIBUTED))),
 }
-if HAS_WEIGHT_SHARDS:
-    MOVES["WS2 TP2 to DP2"] = ((4, Cell(again=2, tp=2, **DISTRIBUTED)), (2, Cell(**DISTRIBUTED)))
-    MOVES["DP2 to WS2"] = ((2, Cell(**DISTRIBUTED)), (2, Cell(again=2)))
 CONTEXT_MOVES: dict[str, tuple[tuple[int, Cell], tuple[int, Cell]]] = {
     "DP2 to CP2": ((2, Cell(**DISTRIBUTED)), (2, Cell(cp=2, **DISTRIBUTED))),
     "CP2 to CP4": ((2, Cell(cp=2, **DISTRIBUTED)), (4, Cell(cp=4))),

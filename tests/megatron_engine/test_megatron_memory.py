@@ -21,6 +21,7 @@ from megatron_resumes import went_on
 from megatron_types import TYPES, maker
 from megatron_weights import initial
 from ranks import run_ranks
+from rows_apart import HAS_WEIGHT_SHARDS
 from torch import Tensor, nn
 
 from megatron_patches import layouts, main_weights
@@ -51,6 +52,7 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "PP2 interleaved": (2, {"pp": 2, "vpp": 2, "microbatches": 4, "layers": 4}),
     "EP2": (2, {"ep": 2, **MOE}),
     "TP2 DP2": (4, {"tp": 2, "sp": True}),
+    **({"WS2 TP2": (4, {"again": 2, "tp": 2, "sp": True})} if HAS_WEIGHT_SHARDS else {}),
 }
 STEPS = 4
 # Since 0.18 dense and expert weights, which share buffers' owner, are gathered when both have taken their step.
@@ -499,8 +501,8 @@ def test_what_would_gather_something_else_is_refused() -> None:
         ("mkor", {**HOST, "use_distributed_optimizer": False}, "--optimizer-cpu-offload is invalid .* add"),
         ("mkor", {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}, "fraction 0.5 .* must be 1.0"),
         ("mkor", {**REUSE, "use_distributed_optimizer": False}, "--reuse-grad-buf-.* is invalid .* add"),
-        ("mkor", {**REUSE, **AWARE}, "--use-precision-aware-optimizer is invalid .* leave out one"),
-        ("mkor", {**REUSE, **HOST}, "--optimizer-cpu-offload is invalid .* leave out one"),
+        ("mkor", {**REUSE, **AWARE}, "--use-precision-aware-optimizer is invalid .* leave one out"),
+        ("mkor", {**REUSE, **HOST}, "--optimizer-cpu-offload is invalid .* leave one out"),
         ("mkor", {**HOST, "use_torch_optimizer_for_cpu_offload": True}, "--use-torch-.* leave it out"),
         ("sonew", {"main_grads_dtype": torch.bfloat16}, "--main-grads-dtype is invalid .* add that flag"),
         ("sonew", {**AWARE, "main_params_dtype": torch.float16}, "--main-params-dtype fp16 is invalid .* leave it out"),

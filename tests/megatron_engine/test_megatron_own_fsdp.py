@@ -76,11 +76,15 @@ def _references(rank: int, world: int, names: tuple[str, ...]) -> dict[str, Refe
         start = _run(ALONE, "adam", 0)
         for name in names:
             gradients: Gradients = []
-            end = _run(ALONE, name, before=lambda trainer: gradients.append(trainer.weights(reduced_gradient)[0]))
+            end = _run(ALONE, name, before=functools.partial(_record, gradients))
             others = [_run(replace(ALONE, microbatches=count), name) for count in OTHER_CUTS]
             away = [_away(other, end, start) for other in others]
             found[name] = Reference(start, end, gradients, tuple(map(max, zip(*away, strict=True))))
     return found
+
+
+def _record(gradients: Gradients, trainer: Trainer) -> None:
+    gradients.append(trainer.weights(reduced_gradient)[0])
 
 
 def _replay(gradients: Gradients, trainer: Trainer) -> None:

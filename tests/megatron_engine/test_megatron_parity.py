@@ -71,7 +71,7 @@ ENGINE: dict[str, tuple[int, dict[str, Any]]] = {
         "TP2 SP with experts": (2, {"tp": 2, "sp": True, **MOE}),
     }.items()
 }
-# Weights that are cut once more, by rows.
+# Weights that are cut once more, by rows; tried in a file of their own, and in the whole grid.
 SHARDS: dict[str, tuple[int, dict[str, Any]]] = {
     "WS2": (2, {"again": 2}),
     "WS2 DP2": (4, {"again": 2}),
@@ -105,7 +105,6 @@ FP32 = (
     *("DP2, distributed", "TP2, plain", "TP2 SP, distributed", "PP2, plain", "PP2 interleaved, distributed"),
     *("EP2, distributed", "CP2, distributed", "DP3, distributed", "TP2 DP2, layer-wise"),
     "TE TP2 SP, distributed",
-    *(("WS2, plain", "WS2 TP2 SP, distributed") if SHARDS else ()),
 )
 HALF = tuple(label for label in LAYOUTS if label not in SAME_ONLY)
 BF16 = ("DP2, plain", "TP2 SP, distributed", "DP2, layer-wise")
@@ -279,6 +278,6 @@ def test_whole_grid(precision: str, label: str) -> None:
 
 
 def test_the_default_grid_has_every_place_and_wrapper() -> None:
-    assert {label.split(", ")[0] for label in FP32 if "WS2" not in label} == {*PLACES, "DP3", "TE TP2 SP"}
+    assert {label.split(", ")[0] for label in FP32} == {*PLACES, "DP3", "TE TP2 SP"}
     for labels in (FP32, BF16):
         assert {label.split(", ")[1] for label in labels} == {*WRAPPERS}
