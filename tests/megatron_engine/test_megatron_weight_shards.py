@@ -1,4 +1,4 @@
-"""Weights that are cut once more, by rows (``--tensor-parallel-num-weight-shards``): as one process, resumed, refused."""
+"""Weights that are cut once more (``--tensor-parallel-num-weight-shards``): as one process, resumed, or refused."""
 
 from __future__ import annotations
 
