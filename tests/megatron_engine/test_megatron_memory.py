@@ -376,11 +376,16 @@ class StagedTrainer(Trainer):
             optimizer._copy_main_params_to_param_buffer()
 
     def gather_params(self) -> None:
-        if self.cell.overlap_param_gather:
-            for chunk in self.chunks:
-                chunk.zero_grad_buffer()
-            self._stage()
-        super().gather_params()
+        if not self.cell.overlap_param_gather:
+            return
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self._stage()
+        groups = [group for c in self.chunks for group in c.bucket_groups + c.expert_parallel_bucket_groups]
+        for group in groups:
+            group.start_param_sync()
+        for group in groups:
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 def _own_values(parameter: nn.Parameter) -> Tensor:
