@@ -154,13 +154,13 @@ def buffer_refusals(settings: Any, chunks: Sequence[Any]) -> Iterator[tuple[str,
     for field in ("fp8_param_gather", "fp4_param_gather"):
         if kept and any(getattr(buffer, field, False) for buffer in buffers):
             yield kept[0], f"a quantized weight has no 16 bits to add to; leave out --{field.replace('_', '-')}"
-    clips = any(getattr(get_model_config(chunk), "qk_clip", False) for chunk in chunks)
+    staged = getattr(settings, _STAGED, False)
+    clips = (kept or staged) and any(getattr(get_model_config(chunk), "qk_clip", False) for chunk in chunks)
     if kept and clips:
         yield (
             kept[0],
             "--qk-clip scales main weights after the step has stored them elsewhere; leave out one of the two",
         )
-    staged = getattr(settings, _STAGED, False)
     if staged and clips:
         yield _REUSE, "--qk-clip scales weights that are then made anew from main weights; leave out one of the two"
     for field in (_STAGED, *(["overlap_param_gather"] if staged else [])):

@@ -40,6 +40,7 @@ class Cell:
         vpp: Model chunks per pipeline stage; above 1 the interleaved schedule runs.
         cp: Size of context parallelism, with an attention of the tests' own.
         again, expert_again: Number of ranks over which a tensor-parallel rank's rows of a weight are cut once more.
+        filled_up: Number of rows of which each of these ranks stores a multiple, filled up with zeros.
         sp: Whether sequence parallelism goes with tensor parallelism.
         precision: ``fp32``, ``bf16`` or ``fp16`` (dynamic loss scale); ``fp64`` where Megatron is told that it is fp32.
         bucket_size: Elements per bucket of the gradient buffer; Megatron's default if None. Only with overlap.
@@ -76,6 +77,7 @@ class Cell:
     cp: int = 1
     again: int = 1
     expert_again: int = 1
+    filled_up: int = 16
     sp: bool = False
     precision: str = "fp32"
     use_distributed_optimizer: bool = False

@@ -377,9 +377,7 @@ def opened(
         )
         _open_sizes.append(sizes)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    # Pieces of which the last is half filled up with zeros, or all of zeros.
-    cut_again = rows_apart(24 if cell.use_distributed_optimizer else cell.hidden)
-    with cut_again if max(cell.again, cell.expert_again) > 1 else nullcontext():
+    with rows_apart(cell.filled_up) if max(cell.again, cell.expert_again) > 1 else nullcontext():
         yield (kind or Trainer)(cell, make_optimizer)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_cells import DISTRIBUTED, MOE, OVERLAPPED, Cell
+from megatron_cells import BIASED, DISTRIBUTED, MOE, OVERLAPPED, Cell
 from megatron_harness import largest_gap, opened
 from megatron_resumes import went_on
 from megatron_types import TYPES, maker
@@ -24,7 +24,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not HAS_WEIGHT_SHARDS, reason="this Megatron cuts weights once alone"),
 ]
-# The second rank has rows of zeros alone, some, or none.
 USUAL = ("WS2, plain", "WS2 TP2 SP, distributed", "WS2 with experts, distributed")
 ALL = tuple(label for label in LAYOUTS if label.startswith("WS2"))
 
@@ -65,7 +64,8 @@ def test_resumes_bitwise(jobs: list[tuple[str, Cell]], tmp_path: Path) -> None:
         assert all(torch.equal(again.weights[key], whole.weights[key]) for key in whole.weights), job
 
 
-# From, to, and their ranks: fp32, so that nothing but the order of sums differs.
+# From, to, and their ranks: fp32, so that nothing but the order of sums differs. SwiGLU's weights are written to wrong
+# places by Megatron, which takes each rank's rows for some of the gate's and as many of the other part's.
 MOVES = {
     "away": (Cell(tp=2, sp=True, **CUT), Cell(**DISTRIBUTED), 4, 2),
     "there": (Cell(**DISTRIBUTED), Cell(again=2), 2, 2),
@@ -75,7 +75,8 @@ MOVES = {
 
 @pytest.mark.parametrize("label", MOVES)
 def test_resumes_on_another_layout(label: str, tmp_path: Path) -> None:
-    first, second, world, end_world = MOVES[label]
+    *cells, world, end_world = MOVES[label]
+    first, second = (replace(cell, **BIASED) for cell in cells)
     for job, whole, again in went_on([(n, first, second) for n in ("ldadam", "sonew")], tmp_path, world, end_world):
         assert largest_gap(again.weights, whole.weights) <= LARGEST_MOVE, job
 
