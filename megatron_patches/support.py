@@ -119,7 +119,8 @@ def refuse_wrapping(chunks: Sequence[nn.Module], config: OptimizerConfig, name: 
                 "--transformer-impl transformer_engine, or leave --moe-grouped-gemm out"
             )
         model, again = get_model_config(chunk), "--tensor-parallel-num-weight-shards"
-        shards = (getattr(model, f"{kind}gtp_weight_remat_size", 1) for kind in ("", "expert_"))
+        shards = (getattr(model, f"{kind}gtp_weight_remat_size", None) or 1 for kind in ("", "expert_"))
+        buffers = getattr(chunk, "ddp_config", None)
         if max(shards) > 1:
             settings = (
                 Setting(
@@ -128,7 +129,7 @@ def refuse_wrapping(chunks: Sequence[nn.Module], config: OptimizerConfig, name: 
                     "it deals whole weights out, and ranks have rows of them; use --use-distributed-optimizer",
                 ),
                 Setting(
-                    any(getattr(chunk.ddp_config, f"fp{bits}_param_gather", False) for bits in (4, 8)),
+                    any(getattr(buffers, f"fp{bits}_param_gather", False) for bits in (4, 8)),
                     "--fp8-param-gather",
                     "rows of few bits are tensors of a class that Transformer Engine's functions do not all take, and "
                     "were never tried; leave out one of the two",
