@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import os
 import platform
+import re
 import runpy
 import sys
 import typing
@@ -60,7 +61,8 @@ def require_training(script: Path) -> None:
     training = script.resolve().parent / "megatron" / "training"
     if training.is_dir():
         # From 0.18 on; under an older Python every rank would end in an ImportError.
-        if not hasattr(typing, "override") and any("override" in f.read_text() for f in training.glob("models/*.py")):
+        sources = [] if hasattr(typing, "override") else [path.read_bytes() for path in training.glob("models/*.py")]
+        if any(re.search(rb"^from typing import .*\boverride\b", source, re.MULTILINE) for source in sources):
             raise ValueError(
                 f"script is {str(script)!r}, and Python is {platform.python_version()}: this version of Megatron-LM "
                 "needs 3.12 or later (typing.override); install rankwise for such a Python, or take Megatron-LM 0.16"

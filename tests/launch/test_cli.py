@@ -229,6 +229,9 @@ def test_a_checkout_that_needs_a_newer_python_is_refused(tmp_path: Path, monkeyp
     monkeypatch.delattr("typing.override", raising=False)
     status, output = run("megatron", "--cpu", "--dry-run", str(script))
     assert status == 2 and "needs 3.12 or later (typing.override)" in output
+    (models / "gpt.py").write_text("from typing import Any\nfrom elsewhere import override\n")
+    assert run("megatron", "--cpu", "--dry-run", str(script))[0] == 0
+    (models / "gpt.py").write_text("from typing import Any, override\n")
     monkeypatch.setattr("typing.override", lambda function: function, raising=False)
     assert run("megatron", "--cpu", "--dry-run", str(script))[0] == 0
 
