@@ -21,8 +21,7 @@ __all__ = ["page_text", "write_page"]
 _LARGER = """
 ## E8: Larger models
 
-**Nothing of this has been run.** A GPT of 30 M parameters on 0.6 B tokens and GPT-2 small need a GPU, and no command
-runs them yet.
+Models of 1 to 124 M parameters need a GPU: they are the [ladder](sizes.md#e13-the-ladder), E13.
 """
 
 
