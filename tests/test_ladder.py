@@ -434,7 +434,7 @@ def some_files() -> dict[str, bytes]:
         "secret.py": files["a/5.py"] + b"x",
         "short.py": b"x",
         "null.py": b"\0" * 500,
-        "long.py": b"y" * 500_000 + b"z" * 400_000,
+        "long.py": b" ".join(b"%d" % number for number in range(150_000))[:900_000],
     }
 
 
@@ -554,4 +554,5 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Invalid value" in said("--device", "banana")
     assert "no contender 'Adm' in E0" in said("--only", "E0", "--contender", "Adm", "--beside", "2")
     adam = said("--only", "E0", "--contender", "Adam", "--beside", "2")
-    assert adam.count("E0 adam") == 6 and said("--only", "E0", "--contender", "Adam", "--beside", "2") == ""
+    assert adam.count("E0 adam") == len(Results(tmp_path).rows) > 5
+    assert said("--only", "E0", "--contender", "Adam", "--beside", "2") == ""

@@ -19,6 +19,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -465,8 +466,10 @@ def _pairs(folder: Path, number: int, facts: dict[str, Any]) -> list[Path]:
     tokenizer.save(str(folder / f"{stem}.json"))
     for path, part in zip(paths, ("train", "held-out"), strict=True):
         with path.with_suffix(".new").open("wb") as file:
-            for text in _texts(folder / f"{part}.txt"):
-                file.write(np.array([*tokenizer.encode(text).ids, 0], np.uint16).tobytes())
+            texts = _texts(folder / f"{part}.txt")
+            while some := list(islice(texts, 512)):
+                for encoded in tokenizer.encode_batch_fast(some):
+                    file.write(np.array([*encoded.ids, 0], np.uint16).tobytes())
         path.with_suffix(".new").replace(path)
     return paths
 
