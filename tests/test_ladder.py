@@ -146,7 +146,7 @@ def test_what_a_run_takes_is_that_of_its_like() -> None:
     experiment, results = LOWEST["E13-4M"], Results(Path("nowhere"))
     run = experiment.run(experiment.contenders[0], experiment.contenders[0].settings[0], 0, 7)
     planned = expected_seconds(run, results, "one")
-    assert planned == pytest.approx(2490 * (6 * 4080384 * 128 * 256 / 2e14 + 2e-3))
+    assert planned == pytest.approx(2490 * (6 * 4080384 * 128 * 256 / 2e14 + 6e-3))
     results.add([row(replace(run, seed=seed), seconds=seconds) for seed, seconds in ((0, 11.0), (1, 13.0))])
     assert expected_seconds(run, results, "one") == 12.0 and expected_seconds(run, results, "two") == planned
     assert np.isnan(expected_seconds(E3.run(E3.contenders[0], {}, 0, 0), results, "one"))
@@ -155,7 +155,7 @@ def test_what_a_run_takes_is_that_of_its_like() -> None:
 def test_what_is_missing_is_listed_with_its_seconds() -> None:
     lines = list(missing_rows(NOTHING, "one"))
     assert len(lines) == 4 * len(CONTENDERS) + len(LARGEST) + 1
-    assert lines[0].startswith("E13-1M AdamW: 6 runs of ") and "E13-124M MARS-M: 1 runs of " in "\n".join(lines)
+    assert lines[0].startswith("E13-1M AdamW: 6 runs of ") and "E13-124M MARS-M: 1 run of " in "\n".join(lines)
     assert "at the rate that E13-4M finds" in lines[18] and lines[-1].endswith("less with some side by side")
     results = searched(Results(Path("nowhere")))
     assert next(missing_rows(results, "one")).startswith("E13-1M AdamW: 3 runs of 30 s")
@@ -548,7 +548,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         result = CliRunner().invoke(app, ["convergence", "--results", str(tmp_path), *arguments])
         return " ".join(result.output.replace("│", " ").split())
 
-    assert "E13-124M MKOR on AdamW, rule sketch: 1 runs of" in said("--missing")
+    assert "E13-124M MKOR on AdamW, rule sketch: 1 run of" in said("--missing")
     assert "python -m benchmarks corpus builds it" in said("--only", "E13", "--beside", "2")
     assert "torch finds no such device here" in said("--device", "cuda") or torch.cuda.is_available()
     assert "Invalid value" in said("--device", "banana")
