@@ -130,16 +130,16 @@ def test_the_queue_goes_by_worth() -> None:
     experiments = [*others, *LOWEST.values()]
 
     def stages() -> list[tuple[str, int]]:
-        found = [(entry.experiment.name, entry.run.seed) for entry in queued(experiments, results, "one")]
+        found = [(entry.experiment.name, entry.run.seed) for entry in queued(experiments, results)]
         return [key for key, _ in itertools.groupby(found)]
 
     assert stages() == [("E13-1M", 0), ("E13-4M", 0), ("E9-0.075M", 0)]
-    first = queued(experiments, results, "one")
+    first = queued(experiments, results)
     assert [entry.contender for entry in first[:6]] == ["AdamW"] * 3 + ["Muon"] * 3
     searched(results)
     order = [*[("E13-1M", 1), ("E13-4M", 1), ("E13-16M-5", 1), ("E13-124M", 1), ("E13-4M", 2), ("E13-4M", 3)]]
     assert stages() == [*order, ("E13-1M", 2), ("E13-1M", 3), ("E13-16M", 1), ("E9-0.075M", 0)]
-    assert len([e for e in queued(experiments, results, "one") if e.experiment.name == "E13-124M"]) == len(LARGEST)
+    assert len([e for e in queued(experiments, results) if e.experiment.name == "E13-124M"]) == len(LARGEST)
 
 
 def test_what_a_run_takes_is_that_of_its_like() -> None:
@@ -235,6 +235,10 @@ def test_a_run_is_saved_on_its_way_and_another_runs_file_is_not_taken(tmp_path: 
         patch.setattr(runner._Course, "save", lambda course, path: (saved.append(course.step), whole(course, path)))
         train(run, place)
     assert saved == [0, 1, 2, 3, 4, 5]
+    (path,) = [place.file(run)]
+    path.write_bytes(b"broken")
+    again = train(run, place)
+    assert again is not None and again["curve"] == train(run)["curve"] and not path.exists()
     others = {place.file(one) for one in (run, replace(run, seed=2), replace(run, lr=2e-3), replace(run, steps=7))}
     assert len(others) == 4 and Place(torch.device("meta"), folder=tmp_path).folder == tmp_path
 
@@ -273,7 +277,7 @@ class Here:
             future.set_exception(error)
         return future
 
-    def close(self) -> None:
+    def close(self, kill: bool = False) -> None:
         Here.closed += 1
 
 
@@ -304,6 +308,18 @@ def test_a_process_that_dies_takes_one_run_with_it(tmp_path: Path) -> None:
     assert len(lines) == 3 and all("no figure, BrokenProcessPool" in line for line in lines)
 
 
+def hangs(run: Run, place: Place) -> None:
+    time.sleep(600)
+
+
+@pytest.mark.exhaustive
+def test_a_process_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "_GRACE", 1.0)
+    began = time.monotonic()
+    lines = list(work_beside([ONLY_ADAM], Results(tmp_path), Place(end=began + 30), 1, task=hangs))
+    assert len(lines) == 1 and "no answer 1 s after the end" in lines[0] and time.monotonic() - began < 60
+
+
 def test_a_run_that_fails_is_left_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "Worker", Here)
     Here.closed = 0
@@ -321,6 +337,21 @@ def test_a_run_that_fails_is_left_and_the_others_go_on(tmp_path: Path, monkeypat
     assert list(work_beside([CHECK], results, Place(end=0.0), 3, task=task)) == [], "the time is over"
     mkor = work_beside([CHECK], results, Place(), 1, task=planted, wanted=lambda one: one.contender == "MKOR on SGD")
     assert {line.split()[1] for line in mkor} == {"mkor"}
+
+
+class Silent(Here):
+    """A worker whose runs never end."""
+
+    def begin(self, task: Any, run: Run, place: Place) -> Future[Any]:
+        return Future()
+
+
+def test_a_run_that_hangs_is_left_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "Worker", Silent)
+    monkeypatch.setattr(queue, "_GRACE", 0.1)
+    Here.closed = 0
+    lines = list(work_beside([CHECK], Results(tmp_path), Place(end=time.monotonic() + 0.1), 2))
+    assert len(lines) == 2 and all("no answer 0 s after the end" in line for line in lines) and Here.closed >= 2
 
 
 def test_the_whole_ladder_in_one_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

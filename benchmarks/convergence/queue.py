@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ _STAGES = (
 """E13 by worth: what the sizes above need comes first, then one run of everything, then more seeds, then length."""
 _OPERATIONS = 2e14  # A second of an H200 on products of bfloat16, as far as such models reach them.
 _HOST = 6e-3  # Seconds of a step beside its products: seven runs together took 52,000 steps of 1 and 4 M in 405 s.
+_GRACE = 90.0  # Seconds after the end in which runs may be put aside.
 Train = Callable[[Run, Place], Row | None]
 
 
@@ -48,27 +50,24 @@ class Entry(NamedTuple):
         experiment: Its experiment.
         contender: Name of the contender.
         run: The run.
-        seconds: What it should take, see :func:`expected_seconds`.
     """
 
     experiment: Experiment
     contender: str
     run: Run
-    seconds: float
 
 
-def queued(experiments: Sequence[Experiment], results: Results, device: str) -> list[Entry]:
+def queued(experiments: Sequence[Experiment], results: Results) -> list[Entry]:
     """What can be run now, in the order of its worth: E13 by its stages, and other experiments one after the other.
 
     Args:
         experiments: The experiments; E13's as they stand are taken from the results.
         results: What has been run.
-        device: Name of the device, whose recorded times are taken.
     """
     rungs = {rung.name: rung for rung in RUNGS}
     today = [experiment_of(rungs[one.name], results) if one.name in rungs else one for one in experiments]
     entries = [
-        Entry(experiment, contender.name, run, expected_seconds(run, results, device))
+        Entry(experiment, contender.name, run)
         for experiment in today
         for contender in experiment.contenders
         for run in missing_at_once(experiment, contender, results)
@@ -148,14 +147,25 @@ class Worker:
         self._pool: ProcessPoolExecutor | None = None
 
     def begin(self, task: Train, run: Run, place: Place) -> Future[Row | None]:
-        """Do a run there."""
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare, (self._threads,))
-        return self._pool.submit(task, run, place)
+        """Do a run there; a process that died since the last one is begun anew."""
+        for _ in range(2):
+            if self._pool is None:
+                self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare, (self._threads,))
+            try:
+                return self._pool.submit(task, run, place)
+            except BrokenProcessPool:
+                self.close()
+        raise BrokenProcessPool("a process that does runs does not start")
 
-    def close(self) -> None:
-        """End the process."""
+    def close(self, kill: bool = False) -> None:
+        """End the process.
+
+        Args:
+            kill: Whatever it is doing.
+        """
         if self._pool is not None:
+            for process in list((self._pool._processes or {}).values()) if kill else ():
+                process.kill()
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
 
@@ -194,22 +204,28 @@ def work_beside(
     """
     idle = [Worker(threads) for _ in range(beside)]
     busy: dict[Future[Row | None], tuple[Worker, Entry]] = {}
-    tried: set[str] = set()
-    device = place.name
+    begun: set[str] = set()
     try:
         while True:
             if time.monotonic() < place.end:
-                entries = (one for one in queued(experiments, results, device) if wanted(one))
+                entries = (one for one in queued(experiments, results) if wanted(one))
                 for entry in entries:
                     if not idle:
                         break
-                    if entry.run.key not in tried:
-                        tried.add(entry.run.key)
+                    if entry.run.key not in begun:
+                        begun.add(entry.run.key)
                         worker = idle.pop(0)
                         busy[worker.begin(task, entry.run, place)] = (worker, entry)
             if not busy:
                 return
-            for future in wait(busy, return_when=FIRST_COMPLETED).done:
+            left = None if place.end == math.inf else max(0.0, place.end + _GRACE - time.monotonic())
+            done = wait(busy, left, FIRST_COMPLETED).done
+            if not done:
+                for worker, entry in busy.values():
+                    worker.close(kill=True)
+                    yield f"{_words(entry)}: no answer {_GRACE:.0f} s after the end"
+                return
+            for future in done:
                 worker, entry = busy.pop(future)
                 yield _ended(future, worker, entry, results)
                 idle.append(worker)
@@ -218,14 +234,17 @@ def work_beside(
             worker.close()
 
 
+def _words(entry: Entry) -> str:
+    return f"{entry.experiment.name} {entry.contender}, seed {entry.run.seed}, lr {entry.run.lr:.3g}"
+
+
 def _ended(future: Future[Row | None], worker: Worker, entry: Entry, results: Results) -> str:
-    words = f"{entry.experiment.name} {entry.contender}"
     try:
         row: dict[str, Any] | None = future.result()
     except Exception as error:
         worker.close()
-        return f"{words}, seed {entry.run.seed}, lr {entry.run.lr:.3g}: no figure, {type(error).__name__}: {error}"
+        return f"{_words(entry)}: no figure, {type(error).__name__}: {error}"
     if row is None:
-        return f"{words}, seed {entry.run.seed}, lr {entry.run.lr:.3g}: put aside, to go on"
+        return f"{_words(entry)}: put aside, to go on"
     results.write(entry.experiment.name, row)
     return f"{entry.experiment.name} {line_of(entry.run, row, entry.experiment.metric)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import statistics
 import time
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ class Place:
         """Where a run is put aside; other devices have other files, for they round otherwise."""
         if self.folder is None:
             return None
-        text = run.key + self.name + torch.__version__
+        text = run.key + self.name + torch.__version__ + __version__
         return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.pt"
 
 
@@ -129,8 +130,9 @@ class _Course:
         kept["random"] = torch.get_rng_state()
         if self.device.type == "cuda":
             kept["random there"] = torch.cuda.get_rng_state(self.device)
-        torch.save(kept, path.with_suffix(".new"))
-        path.with_suffix(".new").replace(path)
+        new = path.with_suffix(f".{os.getpid()}")
+        torch.save(kept, new)
+        new.replace(path)
 
     def load(self, path: Path) -> None:
         """Go on from what :meth:`save` wrote."""
@@ -168,7 +170,10 @@ def train(run: Run, place: Place = Place()) -> dict[str, Any] | None:  # noqa: B
     if not getattr(course.optimizer, "resumes", hasattr(course.optimizer, "state_dict")):
         path = None
     if path is not None and path.exists():
-        course.load(path)
+        try:
+            course.load(path)
+        except Exception:  # whatever a broken file holds: the run begins again, and gives the same figures
+            course = _Course(run, place.device)
     began, saved = time.perf_counter() - course.seconds, time.monotonic()
     while not course.over:
         now = time.monotonic()
