@@ -80,7 +80,9 @@ def test_a_rungs_model_has_its_parameters(rung: Any) -> None:
         model = LanguageModel(tasks.shape_of(rung.layers, rung.hidden, rung.heads, rung.window, rung.vocabulary))
     assert sum(parameter.numel() for parameter in model.parameters()) == rung.parameters
     tokens = rung.batch * rung.window
-    assert rung.batch % 16 == 0 and rung.steps * tokens == pytest.approx(rung.each * rung.parameters, rel=1e-3)
+    assert rung.batch % 16 == rung.batch % rung.parts == 0 and rung.steps * tokens == pytest.approx(
+        rung.each * rung.parameters, rel=1e-3
+    )
     grown = tokens / (64 * 256) / (rung.parameters / RUNGS[0].parameters) ** 0.5
     assert grown == pytest.approx(1.0, abs=0.05), "with the square root of the parameters"
 
@@ -385,6 +387,17 @@ def test_a_replayed_gradient_is_that_of_the_calls(text: Corpus, products: str) -
             assert torch.equal(ours.grad, theirs.grad)
             with torch.no_grad():
                 ours.sub_(ours.grad), theirs.sub_(theirs.grad)
+
+
+def test_a_batch_in_parts_has_the_gradient_of_the_whole(text: Corpus) -> None:
+    whole, parts = (
+        tasks.make_task({**RUNGS[0].task, **SMALL, "products": "float32", "parts": parts}, 3) for parts in (1, 2)
+    )
+    torch.testing.assert_close(parts.gradient(0), whole.gradient(0))
+    for ours, theirs in zip(parts.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    with pytest.raises(ValueError, match="parts is 3: it must divide the batch, which has 2 samples"):
+        tasks.make_task({**RUNGS[0].task, **SMALL, "parts": 3}, 0)
 
 
 def test_a_graph_is_made_after_three_calls_beside_it() -> None:

@@ -48,6 +48,7 @@ class Rung:
         vocabulary: Rows of the embedding.
         searched: Whether rates are searched here, with three fresh seeds; else they are carried up, with one.
         names: Who is run; empty for everybody.
+        parts: Parts of a batch that go through the model one after the other.
     """
 
     size: str
@@ -60,6 +61,7 @@ class Rung:
     vocabulary: int = 256
     searched: bool = False
     names: tuple[str, ...] = ()
+    parts: int = 1
 
     @property
     def name(self) -> str:
@@ -88,14 +90,14 @@ class Rung:
         """Task of its runs."""
         model = {"kind": "decoder", "layers": self.layers, "hidden": self.hidden, "heads": self.heads}
         data = {"window": self.window, "batch": self.batch, "corpus": NAME, "tokens": self.tokens}
-        return {**model, **data, "clip": 1.0, "products": "bfloat16"}
+        return {**model, **data, "clip": 1.0, "products": "bfloat16", "parts": self.parts}
 
 
 RUNGS = (
     Rung("1M", 5, 128, 4, searched=True),
     Rung("4M", 5, 256, 4, searched=True),
     Rung("16M", 5, 512, 8, each=5),
-    Rung("124M", 12, 768, 12, 1, 1024, "bpe 50257", 50304, names=LARGEST),
+    Rung("124M", 12, 768, 12, 1, 1024, "bpe 50257", 50304, names=LARGEST, parts=8),
     Rung("16M", 5, 512, 8),
 )
 """The cheapest first, but for the longest."""

@@ -202,6 +202,7 @@ class Decoder(Task):
         corpus: Name of the text, see :mod:`benchmarks.convergence.corpus`.
         tokens: "bytes", or "bpe" and the number of tokens: byte pairs that were learned from the text itself.
         products: Type of the products of forward and backward, "bfloat16" (by autocast) or "float32".
+        parts: Equal parts of a batch that go through the model one after the other, for want of memory.
         seed: Seed of weights and order.
         device: Where it is trained; weights and windows are those of a CPU.
 
@@ -223,10 +224,14 @@ class Decoder(Task):
         corpus: str,
         tokens: str,
         products: str,
+        parts: int = 1,
+        *,
         seed: int,
         device: torch.device = _CPU,
     ) -> None:
-        self.clip, self.window, self._device = clip, window, device
+        if batch % parts:
+            raise ValueError(f"parts is {parts}: it must divide the batch, which has {batch} samples")
+        self.clip, self.window, self._device, self._parts = clip, window, device, parts
         self.corpus = packaged_text(corpus, tokens)
         self._train, self._held_out = (_signed(part, device) for part in (self.corpus.train, self.corpus.validation))
         self._sampler = WindowSampler(self.corpus.train, window, batch, 1, 1, seed)
@@ -261,11 +266,13 @@ class Decoder(Task):
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.zero_()
-        loss = self._loss(self._samples)
-        loss.backward()
+        self._last.zero_()
+        for samples in self._samples.chunk(self._parts):
+            loss = self._loss(samples) / self._parts
+            loss.backward()
+            self._last.add_(loss.detach())
         if self.clip is not None:
             nn.utils.clip_grad_norm_(parameters, self.clip)
-        self._last.copy_(loss.detach())
 
     def _loss(self, samples: Tensor) -> Tensor:
         with torch.autocast(self._device.type, self._products, self._products != torch.float32):
