@@ -327,7 +327,7 @@ def captured(work: Callable[[], None], cuda: Any = torch.cuda) -> Callable[[], N
             work()
     cuda.current_stream().wait_stream(side)
     graph = cuda.CUDAGraph()
-    with cuda.graph(graph, capture_error_mode="thread_local"):
+    with cuda.graph(graph):
         work()
     return graph.replay
 
