@@ -217,6 +217,8 @@ def _replace_cuda_calls(stack: ExitStack) -> None:
         _set(stack, torch.cuda.random, name, getattr(torch.cuda, name))
     for name in ("range_push", "range_pop", "mark"):
         _set(stack, torch.cuda.nvtx, name, _nothing)
+    # A torch built for CUDA would pin the memory of batches for the one device that is counted.
+    _set(stack, torch.accelerator, "is_available", lambda: False)
 
 
 def _replace_core_functions(stack: ExitStack) -> None:

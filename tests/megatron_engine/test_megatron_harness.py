@@ -96,3 +96,11 @@ def test_layers_may_be_imported_after_process_groups_are_made() -> None:
         "    assert torch.compile(lambda x: x + 1)(torch.ones(1)) == 2\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_a_torch_for_cuda_pins_no_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a torch says that it has an accelerator once a device is counted, and the data loaders ask its driver."""
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    with cpu_megatron():
+        assert not torch.accelerator.is_available()
+    assert torch.accelerator.is_available()
