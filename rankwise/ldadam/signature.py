@@ -10,17 +10,13 @@ from rankwise.ldadam.sliced_formulas import Cut, exchanged
 
 __all__ = [
     "ELEMENTS_AT_ONCE",
-    "HALVED_AT_ONCE",
     "LowRankSignature",
     "scratch_alone",
     "scratch_of_a_stack",
 ]
 
-ELEMENTS_AT_ONCE = 1 << 27
+ELEMENTS_AT_ONCE = 1 << 26
 """Elements of the (r, n) coordinates that a device computes together; the scratch memory holds twice as many."""
-
-HALVED_AT_ONCE = 1 << 28
-"""Elements of the matrices whose halves, 4 bytes an element, a device has at once."""
 
 
 class LowRankSignature(NamedTuple):

@@ -230,18 +230,18 @@ def _step_kernel(
         in_left = (rows[:, None] < end_row) & (along[None, :] < rank)
         in_right = (along[:, None] < rank) & (columns[None, :] < cols)
         if RIGHT:
-            high, low = read_halves(basis + rights, basis_low, in_right)
-            a_high, a_low = read_halves(ahead + lefts, ahead_low, in_left)
+            high, low = read_halves(basis + rights, basis_low, in_right, True)
+            a_high, a_low = read_halves(ahead + lefts, ahead_low, in_left, True)
             moved = multiply_halves(a_high, a_low, high, low, moved)
             if FEEDBACK:
-                a_high, a_low = read_halves(kept + lefts, kept_low, in_left)
+                a_high, a_low = read_halves(kept + lefts, kept_low, in_left, True)
                 lost = multiply_halves(a_high, a_low, high, low, lost)
         else:
-            high, low = read_halves(basis + lefts, basis_low, in_left)
-            b_high, b_low = read_halves(ahead + rights, ahead_low, in_right)
+            high, low = read_halves(basis + lefts, basis_low, in_left, True)
+            b_high, b_low = read_halves(ahead + rights, ahead_low, in_right, True)
             moved = multiply_halves(high, low, b_high, b_low, moved)
             if FEEDBACK:
-                b_high, b_low = read_halves(kept + rights, kept_low, in_right)
+                b_high, b_low = read_halves(kept + rights, kept_low, in_right, True)
                 lost = multiply_halves(high, low, b_high, b_low, lost)
     rate = number(lr, LR_ON_DEVICE)
     weight = tl.load(weights + at, mask=inside, other=0.0)
