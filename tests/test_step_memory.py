@@ -70,7 +70,7 @@ def test_it_is_predicted_of_larger_models(name: str, place: Place) -> None:
         ("SONew, tridiagonal, states int8", 134),
         ("SONew, tridiagonal, gradients kept", 512),
         ("SONew, band 4", 213),
-        ("LDAdam, rank 256", 1650),  # a GiB of it are halves of as many matrices as are computed together
+        ("LDAdam, rank 256", 420),
         ("MKOR", 512),
         ("MKOR, factor step", 512),
     ],

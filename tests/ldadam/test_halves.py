@@ -22,7 +22,7 @@ def randn(*shape: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("offset", [0, 1])
 def test_two_halves_make_the_number(scaled: bool, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the last bit but seven, of full tiles and pieces, aligned or not; where rows are scaled, of what they become."""
+    """To the last bit but seven, of full tiles and pieces, aligned or not; of rows that are scaled, too."""
     from rankwise.ldadam.cuda import halves
 
     monkeypatch.setattr(halves, "TILE", 64)

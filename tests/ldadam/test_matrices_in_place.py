@@ -75,9 +75,9 @@ def test_a_step_is_that_of_the_plain_functions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of several shapes, ranks, groups and counts, a few at a time."""
-    from rankwise.ldadam.cuda import grouped_matrices
+    from rankwise.ldadam import signature
 
-    monkeypatch.setattr(grouped_matrices, "ELEMENTS_AT_ONCE", at_once)
+    monkeypatch.setattr(signature, "ELEMENTS_AT_ONCE", at_once)
     if error is not None and not feedback:
         return
     groups = [{**GROUP, "error_feedback": feedback}, {**GROUP, "error_feedback": feedback, "lr": 0.3}]

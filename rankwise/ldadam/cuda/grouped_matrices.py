@@ -22,7 +22,7 @@ from rankwise.ldadam.cuda.low_rank_moments import MAX_RANK, advance_moments_
 from rankwise.ldadam.cuda.low_rank_step import Factors, low_rank_step_
 from rankwise.ldadam.formulas import basis_weights
 from rankwise.ldadam.in_place import InPlace, LowRankStep
-from rankwise.ldadam.signature import ELEMENTS_AT_ONCE
+from rankwise.ldadam.signature import calls_of
 from rankwise.updates.orthonormal import MIN_DIAGONAL, MIN_SECOND_DIAGONAL
 
 __all__ = ["ldadam_matrices_", "takes_matrices"]
@@ -37,12 +37,9 @@ def takes_matrices(rank: int, *tensors: Tensor, error: Tensor | None = None) -> 
         error: An error buffer outside the gradient's memory, contiguous, in float32 or bfloat16; None: there is none.
     """
     error_fits = error is None or (error.dtype in (torch.float32, torch.bfloat16) and error.is_contiguous())
-    if not error_fits or rank > MAX_RANK or max(tensor.numel() for tensor in tensors) >= 1 << 31:
+    if not error_fits or rank > MAX_RANK or max(map(Tensor.numel, tensors)) >= 1 << 31:
         return False
-    for tensor in tensors:
-        if tensor.dtype != torch.float32 or not tensor.is_contiguous():
-            return False
-    return True
+    return {tensor.dtype for tensor in tensors} == {torch.float32} and all(map(Tensor.is_contiguous, tensors))
 
 
 def ldadam_matrices_(jobs: Sequence[LowRankStep]) -> InPlace:
@@ -51,39 +48,28 @@ def ldadam_matrices_(jobs: Sequence[LowRankStep]) -> InPlace:
     Args:
         jobs: Matrices whose tensors :func:`takes_matrices` accepts.
     """
-    turned, kept = zip(*(_step_together(families) for families in _calls(jobs)), strict=True)
-    return InPlace(len(jobs) - torch.stack(turned).sum(), torch.stack(kept).sum())
+    failed = torch.zeros(len(jobs), dtype=torch.uint8, device=jobs[0].weight.device)
+    first, shares, ranks, identities = 0, [], [], {}
+    for families in _calls(jobs):
+        rank, count = families[0].rank, sum(len(family.jobs) for family in families)
+        if rank not in identities:
+            identities[rank] = torch.eye(rank, dtype=torch.float32, device=failed.device)
+        shares.append(_step_together(families, _Solver(failed[first : first + count], identities[rank])))
+        ranks.append(float(rank))
+        first += count
+    shared = torch.stack(torch._foreach_div(shares, ranks)).sum()
+    return InPlace(len(jobs) - shared, failed.sum())
 
 
 def _calls(jobs: Sequence[LowRankStep]) -> Iterator[list[_Family]]:
     """Yield families of one rank that are computed together."""
-
-    def sign(job: LowRankStep) -> tuple[Any, ...]:
-        return job.state["basis"].shape[1], job.shape, job.step, id(job.group)
-
-    together: list[_Family] = []
-    share = 0.0
     jobs_by_sign: dict[tuple[Any, ...], list[LowRankStep]] = {}
     for job in jobs:
-        jobs_by_sign.setdefault(sign(job), []).append(job)
-    for key in sorted(jobs_by_sign):
-        same_sign = jobs_by_sign[key]
-        rank, chunk = same_sign[0].state["basis"].shape[1], max(1, int(1 / _share(same_sign[0])))
-        for first in range(0, len(same_sign), chunk):
-            family = _Family(same_sign[first : first + chunk])
-            own = len(family.jobs) * _share(family.jobs[0])
-            if together and (together[0].rank != rank or share + own > 1):
-                yield together
-                together, share = [], 0.0
-            together.append(family)
-            share += own
-    if together:
-        yield together
-
-
-def _share(job: LowRankStep) -> float:
-    """Return the share that a matrix has of what may be computed at once."""
-    return job.state["exp_avg"].numel() / ELEMENTS_AT_ONCE
+        sign = job.state["basis"].shape[1], job.shape, job.step, id(job.group)
+        jobs_by_sign.setdefault(sign, []).append(job)
+    sizes = {sign: (len(alike), sign[0] * sum(sign[1])) for sign, alike in jobs_by_sign.items()}
+    for call in calls_of(sizes):
+        yield [_Family(jobs_by_sign[sign][places.start : places.stop]) for sign, places in call]
 
 
 class _Family:
@@ -133,18 +119,16 @@ def _rows(stack: Tensor) -> Operand:
     return Operand(places_of(stack[0]), (stack.stride(-2), stack.stride(-1)), stack.stride(0))
 
 
-def _step_together(families: Sequence[_Family]) -> tuple[Tensor, Tensor]:
-    """Step families of one rank; return what the new bases share with the old, and how many stay as they were."""
+def _step_together(families: Sequence[_Family], solver: _Solver) -> Tensor:
+    """Step families of one rank, and return the sum of the squares of their bases' rotations."""
     jobs = [job for family in families for job in family.jobs]
-    count, rank, device = len(jobs), families[0].rank, jobs[0].weight.device
-    late = [job for job in jobs if job.gradient is not None]
-    if late:
-        torch._foreach_add_([job.source for job in late], [job.gradient for job in late])
+    gradients = [job.gradient for job in jobs if job.gradient is not None]
+    if gradients:
+        torch._foreach_add_([job.source for job in jobs if job.gradient is not None], gradients)
     bases, first = in_halves([job.state["basis"] for job in jobs]), 0
     for family in families:
         family.place = slice(first, first := first + len(family.jobs))
         family.read(bases[family.place])
-    solver = _Solver(count, rank, device)
     columns = _scaled(families, [_coordinates(family) for family in families], solver)
     inverse = solver.inverse()
     images = [_image(family, inverse, columns.pop(0)) for family in families]
@@ -155,23 +139,27 @@ def _step_together(families: Sequence[_Family]) -> tuple[Tensor, Tensor]:
     inverse = solver.inverse(MIN_SECOND_DIAGONAL)
     for family in families:
         # The rotations take the memory of the products, which nobody needs any more.
-        _finish(family, candidates.pop(0), inverse[family.place], solver.failed[family.place], solver.grams[family.place])
+        _finish(
+            family, candidates.pop(0), inverse[family.place], solver.failed[family.place], solver.grams[family.place]
+        )
     rotations = solver.grams.view(-1)
-    return rotations.dot(rotations) / rank, solver.failed.sum()
+    return rotations.dot(rotations)
 
 
 class _Solver:
     """Factors the (r, r) Gram matrices of all families at once.
 
+    Args:
+        failed: (count,) uint8, zeros; not 0 for those that a factorization has failed of.
+        identity: (r, r).
+
     Attributes:
         grams: (count, r, r), to be overwritten.
-        failed: (count,) uint8, not 0 for those that a factorization has failed of.
     """
 
-    def __init__(self, count: int, rank: int, device: torch.device) -> None:
-        self.grams = torch.empty(count, rank, rank, dtype=torch.float32, device=device)
-        self.failed = torch.zeros(count, dtype=torch.uint8, device=device)
-        self._identity = torch.eye(rank, dtype=torch.float32, device=device).expand_as(self.grams)
+    def __init__(self, failed: Tensor, identity: Tensor) -> None:
+        self.failed, self._identity = failed, identity.expand(len(failed), -1, -1)
+        self.grams = torch.empty(self._identity.shape, dtype=identity.dtype, device=identity.device)
 
     def inverse(self, min_diagonal: float = MIN_DIAGONAL) -> Tensor:
         """Return the inverses ``L^-1`` of the Cholesky factors (count, r, r).
@@ -242,15 +230,16 @@ def _finish(family: _Family, candidate: Tensor, inverse: Tensor, failed: Tensor,
     """Update bases, moments, weights and error buffers; what has failed keeps its basis."""
     jobs, group = family.jobs, family.group
     basis = family.halves(family.short, family.rank)
-    states = tuple(job.state["basis"].data_ptr() for job in jobs)
+    states = tuple(map(Tensor.data_ptr, [job.state["basis"] for job in jobs]))
     grouped_product_(basis, _rows(candidate), _rows(inverse).turned, family.rank, added=states, failed=failed)
     grouped_product_(rotation, _rows(basis).turned, family.basis, family.short)
     coordinates = family.empty(family.rank, family.long)
     grouped_product_(coordinates, _rows(basis).turned, family.matrix, family.short)
-    directions, momenta = advance_moments_(
+    momenta = [job.state["exp_avg"] for job in jobs]
+    directions = advance_moments_(
         coordinates,
         rotation,
-        [job.state["exp_avg"] for job in jobs],
+        momenta,
         [job.state["exp_avg_sq"] for job in jobs],
         step=family.step,
         betas=group["betas"],

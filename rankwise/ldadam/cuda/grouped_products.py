@@ -1,7 +1,7 @@
 r"""One launch computes ``O = alpha A B + beta D`` for many matrices of one shape, wherever they lie.
 
 The operands are read once and the result is written once, if the caches keep what tiles read again. Sums are in fp32.
-Tensor cores multiply halves (:mod:`.halves`), and what is fp32 beside halves is split where it is read; two fp32 factors
+Tensor cores multiply halves (:mod:`.halves`), and split what is fp32 beside halves where they read it; two fp32 factors
 are multiplied as they are.
 """
 
@@ -52,7 +52,7 @@ class Operand(NamedTuple):
 def operand_of(factors: Sequence[Tensor], strides: tuple[int, int]) -> Operand:
     """Return the operand that tensors are, or halves that were made together, with the strides of a factor."""
     low = factors[0].stride(0) if factors[0].dtype == torch.bfloat16 else 0
-    return Operand(tuple(factor.data_ptr() for factor in factors), strides, low)
+    return Operand(tuple(map(Tensor.data_ptr, factors)), strides, low)
 
 
 def places_of(stack: Tensor) -> Sequence[int]:
@@ -143,7 +143,7 @@ def grouped_product_(
 
 
 def judge_(grams: Tensor, factors: Tensor, info: Tensor, failed: Tensor, min_diagonal: float) -> None:
-    """Mark matrices whose triangular factors cannot be trusted (:func:`rankwise.updates.orthonormal.triangular_factor`).
+    """Mark triangular factors that cannot be trusted, as :func:`rankwise.updates.orthonormal.triangular_factor` does.
 
     Args:
         grams: (matrices, r, r), contiguous fp32.
