@@ -344,12 +344,14 @@ def factors(dtype: torch.dtype) -> None:
 def preconditioning(dtype: torch.dtype, bias: bool, in_fp32: bool) -> None:
     from rankwise.mkor.cuda import preconditioning_together as together
     from rankwise.mkor.preconditioning import Gradient
+    from rankwise.mkor.product_groups import ProductGroups
 
     found = Gradient(64, 64, [torch.zeros(4096)], [torch.zeros(64)] if bias else (), False, torch.eye(64), None)
     if in_fp32:
         together.precondition_into([[torch.zeros_like(run) for run in found.runs]], [found], dtype, True)
     else:
-        together.preconditioned([found], dtype, True)
+        arrangement = ProductGroups([found.form])
+        together.preconditioned_as(arrangement, found.runs, [found.left], [found.right], dtype, True)
 
 
 def low_rank_step(right: bool, side: int = 8) -> None:

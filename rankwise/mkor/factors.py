@@ -294,7 +294,7 @@ class KroneckerFactors:
         shape, turned = (signature.outputs, signature.inputs), signature.transposed
         if turned:
             left, right, shape = right, left, shape[::-1]
-        into = precondition_into_for(parts[0].device, parts[0].dtype, signature.window > 0)
+        into = precondition_into_for(parts[0].device, parts[0].dtype)
         assert into is not None
         into(out, parts, shape, left, right, space, turned=turned, rescale=self.rescales, product=product)
 
