@@ -395,12 +395,12 @@ def quantization(dtype: torch.dtype) -> None:
 def low_rank_matrices(rank: int) -> None:
     """Of halves beside float32, turned or not, and of float32."""
     from rankwise.ldadam.cuda.grouped_products import Operand, grouped_product_, judge_, operand_of, places_of
-    from rankwise.ldadam.cuda.halves import in_halves, scaled_halves
+    from rankwise.ldadam.cuda.halves import in_halves
     from rankwise.ldadam.cuda.low_rank_moments import advance_moments_
 
     stack, square = torch.zeros(2, rank, 256), torch.zeros(2, rank, rank)
     halves = in_halves(list(stack))
-    scaled_halves([stack])
+    in_halves([stack], scaled=True)
     for strides in ((256, 1), (1, 256)):
         operand, matrix = operand_of(halves * 32, strides), operand_of(list(stack) * 32, strides)
         grouped_product_(torch.zeros(64, 256, 256), operand, operand.turned, 256)

@@ -156,8 +156,6 @@ def _of_runs(name: str, table: Sequence[int], given: dict[str, Any]) -> int:
         # The moments, read and written; what is an argument counts by itself.
         return 8 * len(table) * given["rank"] * given["length"]
     if name == "_halves_kernel":
-        return 8 * sum(table[2::3])
-    if name == "_scaled_kernel":
         return 8 * given["low"]  # as many elements as one kind of halves has
     if name in ("_measure_kernel", "_move_kernel"):
         size = given["ELEMENT"].primitive_bitwidth // 8

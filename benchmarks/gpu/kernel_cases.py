@@ -236,10 +236,10 @@ def _projection(maker: _Maker, shape: tuple[int, int], rank: int) -> Call:
 
 def _halves(maker: _Maker) -> Call:
     """The pass that scales the columns of LDAdam's power iteration and writes their halves."""
-    from rankwise.ldadam.cuda.halves import scaled_halves
+    from rankwise.ldadam.cuda.halves import in_halves
 
     stacks = [run.view(1, -1, 4096) for run in maker.runs(0) if run.numel() % 4096 == 0]
-    return lambda: scaled_halves(stacks)
+    return lambda: in_halves(stacks, scaled=True)
 
 
 def _moments(maker: _Maker, shape: tuple[int, int], rank: int) -> Call:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rankwise.ldadam.cuda.grouped_products import Operand, grouped_product_, judge_, operand_of, places_of
-from rankwise.ldadam.cuda.halves import empty_halves, in_halves, scaled_halves
+from rankwise.ldadam.cuda.halves import empty_halves, in_halves
 from rankwise.ldadam.cuda.low_rank_moments import MAX_RANK, advance_moments_
 from rankwise.ldadam.cuda.low_rank_step import Factors, low_rank_step_
 from rankwise.ldadam.formulas import basis_weights
@@ -192,7 +192,7 @@ def _scaled(families: Sequence[_Family], stacks: list[Tensor], solver: _Solver) 
     A largest entry of one keeps squares in range and makes graded columns harmless, as in
     :func:`rankwise.updates.orthonormal.cholesky_qr`. The stacks are used up.
     """
-    rows = scaled_halves(stacks)
+    rows = in_halves(stacks, scaled=True)
     stacks.clear()
     for family, halves in zip(families, rows, strict=True):
         grouped_product_(solver.grams[family.place], _rows(halves), _rows(halves).turned, halves.shape[-1])

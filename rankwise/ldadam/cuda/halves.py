@@ -15,17 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rankwise.kernels.triton.language import ceil_div, jit, launch
-from rankwise.kernels.triton.segments import (
-    Runs,
-    addresses,
-    lanes_of,
-    moved,
-    place_of,
-    read,
-    tiles_of,
-    wide,
-    write,
-)
+from rankwise.kernels.triton.segments import addresses, tiles_of
 from rankwise.kernels.triton.tables import table_here
 
 __all__ = [
@@ -34,7 +24,6 @@ __all__ = [
     "multiply",
     "multiply_halves",
     "read_halves",
-    "scaled_halves",
     "split",
 ]
 
@@ -53,28 +42,25 @@ def empty_halves(shapes: Sequence[Sequence[int]], device: torch.device) -> list[
     ]
 
 
-def in_halves(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the halves of contiguous float32 tensors, as :func:`empty_halves` lays them out: 8 bytes an element."""
-    halves = empty_halves([tensor.shape for tensor in tensors], tensors[0].device)
-    runs = Runs([tensors, [half[0] for half in halves]], TILE, types=[torch.float32, torch.bfloat16])
-    low = halves[0].stride(0)
-    launch(_halves_kernel, (runs.count,), runs.device, runs.table, runs.tiles, low, BLOCK=TILE)
-    return halves
-
-
-def scaled_halves(stacks: Sequence[Tensor]) -> list[Tensor]:
-    """Return the halves of rows that are scaled to a largest entry of one; rows of zeros stay zeros.
+def in_halves(tensors: Sequence[Tensor], scaled: bool = False) -> list[Tensor]:
+    """Return halves, as :func:`empty_halves` lays them out: 8 bytes an element.
 
     Args:
-        stacks: (matrices, rows, length) each, contiguous float32.
+        tensors: Contiguous float32.
+        scaled: Whether every row, along the last dimension, is divided by its largest entry; rows of zeros stay zeros.
     """
-    device = stacks[0].device
-    halves = empty_halves([stack.shape for stack in stacks], device)
-    rows = zip(addresses(stacks), addresses([half[0] for half in halves], torch.bfloat16), strict=True)
-    table = tuple(chain.from_iterable((*places, stack.shape[-1]) for places, stack in zip(rows, stacks, strict=True)))
-    tiles = tiles_of(tuple(stack.shape[0] * stack.shape[1] for stack in stacks), 1, device)
-    low = halves[0].stride(0)
-    launch(_scaled_kernel, (tiles.count,), device, table_here(table, device), tiles.rows, low, BLOCK=TILE)
+    device = tensors[0].device
+    halves = empty_halves([tensor.shape for tensor in tensors], device)
+    lengths = [tensor.shape[-1] if scaled else tensor.numel() for tensor in tensors]
+    places = addresses(tensors), addresses([half[0] for half in halves], torch.bfloat16)
+    table = table_here(tuple(chain.from_iterable(zip(*places, lengths, strict=True))), device)
+    if scaled:
+        rows = [tensor.numel() // length for tensor, length in zip(tensors, lengths, strict=True)]
+        tiles = tiles_of(tuple(rows), 1, device)
+    else:
+        tiles = tiles_of(tuple(lengths), TILE, device)
+    given = table, tiles.rows, halves[0].stride(0)
+    launch(_halves_kernel, (tiles.count,), device, *given, SCALED=scaled, BLOCK=TILE)
     return halves
 
 
@@ -113,45 +99,29 @@ def read_halves(place: tl.tensor, low: tl.tensor, inside: tl.tensor, HALVED: tl.
 
 
 @jit
-def _halves_kernel(table: tl.tensor, tiles: tl.tensor, low: tl.tensor, BLOCK: tl.constexpr) -> None:
-    program = tl.program_id(0).to(tl.int64)
-    row = table + tl.load(tiles + 2 * program) * 3
-    start = tl.load(tiles + 2 * program + 1)
-    length = tl.load(row + 2)
-    if (start + BLOCK <= length) & wide(row, 2):
-        _halve_tile(row, start, length, low, BLOCK, True)
-    else:
-        _halve_tile(row, start, length, low, BLOCK, False)
-
-
-@jit
-def _halve_tile(
-    row: tl.tensor, start: tl.tensor, length: tl.tensor, low: tl.tensor, BLOCK: tl.constexpr, FAST: tl.constexpr
+def _halves_kernel(
+    table: tl.tensor, tiles: tl.tensor, low: tl.tensor, SCALED: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
-    lanes = lanes_of(BLOCK)
-    inside = start + lanes < length
-    first, second = split(read(place_of(row, 0, start, FAST), lanes, inside, FAST))
-    target = place_of(row, 1, start, FAST, tl.bfloat16)
-    write(target, first, lanes, inside, FAST)
-    write(moved(target, low, FAST), second, lanes, inside, FAST)
-
-
-@jit
-def _scaled_kernel(table: tl.tensor, tiles: tl.tensor, low: tl.tensor, BLOCK: tl.constexpr) -> None:
     program = tl.program_id(0).to(tl.int64)
-    row = table + tl.load(tiles + 2 * program) * 3
-    length = tl.load(row + 2)
-    start = tl.load(tiles + 2 * program + 1) * length
-    source = tl.load(row).to(tl.pointer_type(tl.float32)) + start
-    target = tl.load(row + 1).to(tl.pointer_type(tl.bfloat16)) + start
+    run = table + tl.load(tiles + 2 * program) * 3
+    length = tl.load(run + 2)
+    start = tl.load(tiles + 2 * program + 1)
     lanes = tl.arange(0, BLOCK)
-    peaks = tl.full((BLOCK,), 1.1754943508222875e-38, tl.float32)
+    if SCALED:
+        start *= length
+    else:
+        length = tl.minimum(length - start, BLOCK)
+    source = tl.load(run).to(tl.pointer_type(tl.float32)) + start
+    target = tl.load(run + 1).to(tl.pointer_type(tl.bfloat16)) + start
+    if SCALED:
+        peaks = tl.full((BLOCK,), 1.1754943508222875e-38, tl.float32)
+        for first in range(0, length, BLOCK):
+            inside = first + lanes < length
+            peaks = tl.maximum(peaks, tl.abs(tl.load(source + first + lanes, mask=inside, other=0.0)))
+        peak = tl.max(peaks, axis=0)
     for first in range(0, length, BLOCK):
-        at = first + lanes
-        peaks = tl.maximum(peaks, tl.abs(tl.load(source + at, mask=at < length, other=0.0)))
-    peak = tl.max(peaks, axis=0)
-    for first in range(0, length, BLOCK):
-        at = first + lanes
-        high, rest = split(tl.load(source + at, mask=at < length, other=0.0) / peak)
-        tl.store(target + at, high, mask=at < length)
-        tl.store(target + low + at, rest, mask=at < length)
+        inside = first + lanes < length
+        value = tl.load(source + first + lanes, mask=inside, other=0.0)
+        high, rest = split(tl.div_rn(value, peak) if SCALED else value)
+        tl.store(target + first + lanes, high, mask=inside)
+        tl.store(target + low + first + lanes, rest, mask=inside)
