@@ -121,13 +121,11 @@ class KroneckerFactors:
             kept = self._update(inverses, vector, own_seen, decay, norms) | own_missed
             for side, part in zip(alike, kept.split([len(side.factors) for side in alike]), strict=True):
                 fine[side.span.start].append(part)
-        # One row for each side that a matrix may have.
-        rows = zip_longest(*fine.values())
-        none = torch.ones_like(seen)
-        healthy = none
-        for row in rows:
-            parts = [none[span] if part is None else part for span, part in zip(spans, row, strict=True)]
-            healthy = healthy & _joined(parts)
+        healthy = all_fine = torch.ones_like(seen)
+        for parts in zip_longest(*fine.values()):
+            # Some matrices have more sides than others.
+            own = [all_fine[span] if part is None else part for span, part in zip(spans, parts, strict=True)]
+            healthy = healthy & _joined(own)
         failures = [state["failures"] for state in states]
         torch._foreach_copy_(failures, list(torch.where(healthy, 0, torch.stack(failures) + 1)))
         return (healthy & seen).sum(), (~healthy).sum()
@@ -139,7 +137,7 @@ class KroneckerFactors:
 
         def kind(side: _Side) -> tuple[Any, ...]:
             signature = tasks[side.span.start].signature
-            return side.name, signature.has_bias if side.name == "right" else signature.blocks
+            return side.name, signature.has_bias if side.name == "right" else (signature.outputs, signature.blocks)
 
         stacks = [
             self._vector(name, [task for side in sides for task in tasks[side.span]], vectors)
