@@ -38,7 +38,7 @@ BOUNDS: dict[str, tuple[tuple[float, int, int], tuple[float, int, int]]] = {
     "LDAdam, rank 256, states int8": ((49.8, 244, 0), (51.9, 705, 0)),
     "MKOR, states int8": ((21.4, 97, 0), (22.4, 532, 0)),
     "MKOR": ((33.4, 96, 0), (34.3, 532, 0)),
-    "MKOR, factor step": ((42.6, 353, 0), (41.7, 1247, 0)),
+    "MKOR, factor step": ((42.6, 352, 0), (41.7, 1244, 0)),
 }
 
 

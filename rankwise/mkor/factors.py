@@ -114,6 +114,7 @@ class KroneckerFactors:
             if (factors := _alike(states[span], side)) is not None
         ]
         fine: dict[int, list[Tensor]] = {span.start: [] for span in spans}
+        sides.sort(key=attrgetter("name"))  # so that vectors that are made alike come together
         for alike in _collected(sides, lambda side: (side.name if norms else "", *_form(side.factors[0]))):
             vector = self._vectors_of(alike, tasks, vectors)
             own_seen, own_missed = (_joined([flags[side.span] for side in alike]) for flags in (seen, missed))

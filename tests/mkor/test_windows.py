@@ -131,6 +131,7 @@ def test_sides_of_one_length_move_together(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module, "_AT_ONCE", {})
     tasks = [_task("a", 8, 8), _task("b", 8, 8), _task("bias", 8, 7, True), _task("fused", 24, 8, parts=3)]
     tasks += [_task("longer", 32, 8, parts=3), _task("other", 8, 20)]
+    tasks += [_task("part", 24, 20, parts=1), _task("longer part", 32, 20, parts=1)]
     factors = MKOR([("w", torch.nn.Parameter(torch.zeros(8, 8)))], output_gain=3.0).spec.factors
 
     def fresh_states() -> list[Any]:
