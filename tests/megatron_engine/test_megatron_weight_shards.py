@@ -69,7 +69,6 @@ def test_resumes_bitwise(jobs: list[tuple[str, Cell]], tmp_path: Path) -> None:
 MOVES = {
     "away": (Cell(tp=2, sp=True, **CUT), Cell(**DISTRIBUTED), 4, 2),
     "there": (Cell(**DISTRIBUTED), Cell(again=2), 2, 2),
-    "with experts": (EXPERTS, Cell(ep=2, **MOE, **DISTRIBUTED), 2, 2),
 }
 
 
