@@ -98,6 +98,7 @@ def test_what_does_not_go_with_them_is_refused() -> None:
         "--qk-clip": ({"qk_clip": True}, {}, {}),
         "--fp8-param-gather": ({}, {"fp8_param_gather": True}, {}),
         "--rankwise-layer-wise": ({}, {}, {"rankwise_layer_wise": True}),
+        "--expert-tensor-parallel-num-weight-shards": ({"num_moe_experts": 4}, {}, {}),
     }
     for flag, message in zip(given, run_ranks(2, _refused, list(given.values()))[0], strict=True):
         assert f"{flag} is invalid with --tensor-parallel-num-weight-shards and --optimizer mars-m" in message
