@@ -9,8 +9,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from deepspeed_plugin import auto_tp
+from deepspeed_plugin.affine_maps import logical_shape
 from deepspeed_plugin.experts import name_experts
-from deepspeed_plugin.layouts import layout_of, logical_shape
+from deepspeed_plugin.layouts import layout_of
 from deepspeed_plugin.losses import BackwardLosses
 from deepspeed_plugin.monitor import report_health
 from deepspeed_plugin.pipeline import StageLosses, is_pipeline, refuse_if_idle_everywhere, settle_shared_weights
