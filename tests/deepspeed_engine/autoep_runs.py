@@ -21,6 +21,8 @@ from deepspeed_plugin.registry import build
 from rankwise.routing.roles import annotate
 
 BATCH, LENGTH, VOCABULARY, STEPS, ACCUMULATION = 4, 7, 32, 4, 2
+CLIPPING = 0.5
+"""Under the gradient norm of every step: clipping acts."""
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
@@ -89,7 +91,7 @@ class Cell:
         return {
             "train_micro_batch_size_per_gpu": BATCH * self.cut // world,
             "gradient_accumulation_steps": ACCUMULATION,
-            "gradient_clipping": 0.0,
+            "gradient_clipping": CLIPPING,
             "steps_per_print": 10**9,
             "zero_optimization": {"stage": self.stage},
             "expert_parallel": {
@@ -109,10 +111,15 @@ def model_of(cell: Cell, seed: int = 0) -> nn.Module:
     return MODELS[cell.model](cell.experts)
 
 
-def engine_of(cell: Cell, world: int, seed: int = 0) -> Any:
+def engine_of(cell: Cell, world: int, seed: int = 0, freeze: str | None = None) -> Any:
+    """An engine; ``freeze`` names a weight of the experts, by AutoEP's name, that is not trained in the first layer."""
+    model = model_of(cell, seed)
+    if freeze is not None:
+        source = {"w1": "gate_up_proj", "w2": "down_proj", "w3": "gate_up_proj"}[freeze]
+        getattr(model.model.layers[0].mlp.experts, source).requires_grad_(False)
     # DeepSpeed 0.19.8 asks transformers 5.24 for router logits in a way that it does not know; none are asked for here.
     with mock.patch.object(output_capturing, "_CAN_RECORD_REGISTRY", None):
-        return deepspeed.initialize(model=model_of(cell, seed), config=cell.config_on(world))[0]
+        return deepspeed.initialize(model=model, config=cell.config_on(world))[0]
 
 
 def tokens() -> Tensor:
@@ -121,17 +128,15 @@ def tokens() -> Tensor:
     return torch.randint(VOCABULARY, (STEPS, ACCUMULATION, BATCH, LENGTH), generator=generator)
 
 
-def train(engine: Any, cell: Cell, rank: int, world: int, steps: range = range(STEPS)) -> list[float]:
-    """Train on this rank's part of every batch, and return the norms of the gradients."""
-    x, size, norms = tokens(), BATCH * cell.cut // world, []
+def train(engine: Any, cell: Cell, rank: int, world: int, steps: range = range(STEPS)) -> None:
+    """Train on this rank's part of every batch."""
+    x, size = tokens(), BATCH * cell.cut // world
     share = slice(rank // cell.cut * size, (rank // cell.cut + 1) * size)
     for step in steps:
         for micro in range(ACCUMULATION):
             mine = x[step, micro, share]
             engine.backward(engine(input_ids=mine, labels=mine).loss)
             engine.step()
-        norms.append(float(engine.get_global_grad_norm() or 0.0))
-    return norms
 
 
 class ApartExperts(nn.Module):
@@ -160,14 +165,8 @@ def whole_model(cell: Cell) -> nn.Module:
     return model
 
 
-def run_whole(cell: Cell, clip_by: list[float] | None = None, limit: float = 0.0) -> tuple[Any, Any]:
-    """Initial and final weights of one process of plain PyTorch.
-
-    Args:
-        cell: The run.
-        clip_by: Norms of every step's gradients by which to clip; None: their own.
-        limit: Largest norm; 0: none.
-    """
+def run_whole(cell: Cell) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Initial and final weights of one process of plain PyTorch."""
     model = whole_model(cell)
     initial = named_weights(model)
     annotate(model)
@@ -187,9 +186,7 @@ def run_whole(cell: Cell, clip_by: list[float] | None = None, limit: float = 0.0
             if captured:
                 optimizer.record_loss(loss)
             (loss / ACCUMULATION).backward()
-        if limit:
-            norm = nn.utils.get_total_norm([p.grad for p in model.parameters()]) if clip_by is None else clip_by[step]
-            nn.utils.clip_grads_with_norm_(model.parameters(), limit, torch.as_tensor(norm))
+        nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
         optimizer.step()
     return initial, named_weights(model)
 
