@@ -164,9 +164,9 @@ def _refuse_fault_tolerance(container: OptimizersContainer, config: Any) -> None
         name = next(group.optimizer_name for group in config.param_groups if group.optimizer_name in OPTIMIZER_NAMES)
         raise OptionError(
             f"optimizer_name={shown(name)} is invalid under torchft (fault_tolerance.enable): replicas that join get "
-            "the dictionary that was taken when the optimizer was built, whose tensors must be living ones; rankwise's are "
-            "copies, so that a replica would go on with the states of that time. Leave fault tolerance out, and resume "
-            "from a checkpoint, on any number of ranks; or use AdamW"
+            "the dictionary that was taken when the optimizer was built, whose tensors must be living ones; rankwise's "
+            "are copies, so that a replica would go on with the states of that time. Leave fault tolerance out, and "
+            "resume from a checkpoint, on any number of ranks; or use AdamW"
         )
 
 
