@@ -7,6 +7,7 @@ share of the tokens. The sums over a pipeline stage are then those of one proces
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -82,7 +83,8 @@ def _held(known: ModelParameter) -> tuple[tuple[tuple[int, int], ...] | None, tu
     """Return the rows and the columns of the logical weight that this rank holds; None for all."""
     if known.dim is None or known.ways == 1:
         return None, None
-    slices = known.slices(0, known.local_shape[0] * known.local_shape[1], 0)
+    # Rows that are cut once more are gathered before the multiplication.
+    slices = replace(known, run=None).slices(0, known.local_shape[0] * known.local_shape[1], 0)
     if known.dim == 0:
         width = known.local_shape[1]
         return tuple((part.start // width, part.end // width) for part in slices), None

@@ -194,6 +194,7 @@ def _cuda_attributes() -> dict[str, Any]:
         "memory_stats": lambda *args, **kwargs: {},
         "current_device": _zero,  # a number, because Megatron's FSDP writes it behind "cuda:"
         "device_count": lambda: 1,
+        "is_current_stream_capturing": lambda: False,
         "get_device_capability": lambda *args: (8, 0),
         "get_device_properties": lambda *args: SimpleNamespace(major=8, minor=0, name="cpu", total_memory=0),
         "Stream": _Event,

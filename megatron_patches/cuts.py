@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from megatron_patches.groups import ParallelGroups
 from rankwise.layout.dtensors import is_sharded, local_view
 
-__all__ = ["WHOLE", "ParameterCut", "declared_cuts", "equal_sections", "marked_cut"]
+__all__ = ["WHOLE", "ParameterCut", "declared_cuts", "equal_sections", "marked_cut", "rows_cut_again"]
 
 
 class ParameterCut(NamedTuple):
@@ -49,6 +49,21 @@ class _DeclaredRows(NamedTuple):
     offset: tuple[int, ...]
 
 
+def rows_cut_again(parameter: Any) -> tuple[int, int, int] | None:
+    """Return which rows of its tensor-parallel shard a rank has, where these are cut once more, and their number.
+
+    Megatron fills the shard up with rows of zeros, so that all ranks have as many.
+
+    Returns:
+        The first row, the row behind the last that is none of zeros, and the rows of the shard; None if all are here.
+    """
+    if not getattr(parameter, "is_gtp_weight_remat", False):
+        return None
+    here, ranks = parameter.shape[0], parameter.group.size()
+    first, rows = here * parameter.group.rank(), here * ranks - parameter.pad_length
+    return first, max(first, min(first + here, rows)), rows
+
+
 def marked_cut(parameter: Tensor) -> ParameterCut | None:
     """Return the cut by the marks that Megatron's layers leave on parameters; None if a mark has no dimension."""
     if not getattr(parameter, "tensor_model_parallel", False):
@@ -70,7 +85,9 @@ def equal_sections(parameter: Tensor, dim: int | None, count: int) -> ParameterC
         dim: Dimension that is cut.
         count: Number of sections.
     """
-    return ParameterCut(dim, (parameter.shape[0] // count,) * count if dim == 0 and count > 1 else ())
+    again = rows_cut_again(parameter)
+    rows = parameter.shape[0] if again is None else again[2]
+    return ParameterCut(dim, (rows // count,) * count if dim == 0 and count > 1 else ())
 
 
 def declared_cuts(model: nn.Module, groups: ParallelGroups) -> dict[Parameter, ParameterCut | None]:

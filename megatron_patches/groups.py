@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -29,9 +31,11 @@ class ParallelGroups:
         self._collection = collection
         self._blocks = blocks
 
-    def _find(self, name: str, default: Any) -> Any:
-        given = None if self._collection is None else getattr(self._collection, name, None)
-        return default() if given is None else given
+    def _find(self, names: str | Sequence[str], default: Any) -> Any:
+        for name in [names] if isinstance(names, str) else names:
+            if (given := getattr(self._collection, name, None)) is not None:
+                return given
+        return default()
 
     def tensor(self, expert: bool) -> tuple[int, int]:
         """Return this rank's position among the tensor-parallel ranks that share matrices, and their number."""
@@ -59,6 +63,22 @@ class ParallelGroups:
         """
         group = self._tensor_group(expert)
         return None if group is None or self.tensor(expert)[1] == 1 else TensorParallel.among(stage, group)
+
+    def again(self, expert: bool) -> tuple[int, int]:
+        """Return this rank's position among the ranks over which weights are cut once more, and their number."""
+        name = "expert_gtp_weight_remat" if expert else "gtp_weight_remat"
+        find = getattr(parallel_state, f"get_{name}_group", lambda check_initialized: None)
+        group = self._find("expt_gtp_remat" if expert else "gtp_remat", partial(find, check_initialized=False))
+        return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+    def alike(self, expert: bool) -> int:
+        """Return this rank's position among the ranks that hold the same rows of weights that are cut once more."""
+        if self.again(expert)[1] == 1:
+            return self.data(expert)[0]
+        find = parallel_state.get_expert_data_parallel_group
+        if not expert:
+            find = partial(parallel_state.get_data_parallel_group, with_context_parallel=True)
+        return dist.get_rank(self._find("expt_dp" if expert else "dp_cp", partial(find, with_gtp_remat=False)))
 
     def data(self, expert: bool) -> tuple[int, int]:
         """Return this rank's position among the ranks that gradients are averaged over, and their number."""
@@ -107,9 +127,10 @@ class ParallelGroups:
     def _data(self, expert: bool) -> dist.ProcessGroup:
         group: dist.ProcessGroup
         if expert:
-            group = self._find("expt_dp", parallel_state.get_expert_data_parallel_group)
+            group = self._find(["expt_dp_gtp_remat", "expt_dp"], parallel_state.get_expert_data_parallel_group)
         else:
-            group = self._find("dp_cp", lambda: parallel_state.get_data_parallel_group(with_context_parallel=True))
+            default = partial(parallel_state.get_data_parallel_group, with_context_parallel=True)
+            group = self._find(["dp_cp_gtp_remat", "dp_cp"], default)
         return group
 
     def _expert_stage(self) -> dist.ProcessGroup:

@@ -64,6 +64,8 @@ class MegatronLayout(LayoutSource):
         self.sharded = any(map(is_sharded, parameters))
         """Whether ``fully_shard`` has cut the parameters."""
         self._copy = 0 if layer_wise else copy_of(wrapper, groups.data(expert)[0])
+        # Of weights that are cut once more, the ranks that do so hold no copies.
+        self._copy_again, self._again = groups.alike(expert), groups.again(expert)
         self._scale = scale
         self._contents: dict[int, TensorContents] = {}
         self.held: dict[int, tuple[Parameter, slice]] = {}
@@ -141,7 +143,8 @@ class MegatronLayout(LayoutSource):
             for index, (parameters, tensors) in enumerate(zip(models, shards, strict=True)):
                 for parameter, tensor in zip(parameters, tensors, strict=True):
                     held = wrapper._get_model_param_range_map(parameter)["param"]
-                    self._register(index, parameter, tensor, held.start, held.end, instance)
+                    copy = instance if self._parameters[parameter].run else instance * self._again[1] + self._again[0]
+                    self._register(index, parameter, tensor, held.start, held.end, copy)
 
     def _register_main_copies(self, wrapper: Float16OptimizerWithFloat16Params) -> None:
         for index, parameters in enumerate(wrapper.float16_groups):
@@ -156,7 +159,8 @@ class MegatronLayout(LayoutSource):
             start, end = self._rows_held(parameter)
             self._register(index, parameter, tensor, start, end, 0)
         else:
-            self._register(index, parameter, tensor, 0, tensor.numel(), self._copy)
+            copy = self._copy_again if self._parameters[parameter].run else self._copy
+            self._register(index, parameter, tensor, 0, tensor.numel(), copy)
 
     def _rows_held(self, parameter: Any) -> tuple[int, int]:
         """Return this rank's run of a flattened parameter, whose rows ``fully_shard`` has cut."""

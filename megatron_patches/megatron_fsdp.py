@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.package_info import MAJOR, MINOR
 from megatron.core.utils import get_model_config
 from torch import nn
 from torch.nn import Parameter
@@ -25,6 +26,8 @@ from rankwise.routing.roles import attach_info
 __all__ = ["copy_of", "own_weights", "refuse_beside_megatron_fsdp", "run_of", "under_megatron_fsdp"]
 
 _AsOptimized = Callable[[Mapping[Parameter, ModelParameter]], dict[Parameter, ModelParameter]]
+# Without overlap, its hooks reduced the last micro-batch's gradients before start_grad_sync did.
+_REDUCES_TWICE = (MAJOR, MINOR) < (0, 20)
 _DIVIDE = "use --use-torch-fsdp2 or --use-distributed-optimizer, which divide states and main weights alike"
 
 
@@ -143,6 +146,16 @@ def _settings(chunk: Any, config: OptimizerConfig) -> Iterator[Setting]:
         given.data_parallel_sharding_strategy == "no_shard",
         "--data-parallel-sharding-strategy no_shard",
         "it shards nothing, and megatron-core 0.16 cannot take a step with it; leave --use-megatron-fsdp out",
+    )
+    several = given.num_distributed_optimizer_instances > 1
+    wrongly = "twice" if _REDUCES_TWICE else "within each of several --num-distributed-optimizer-instances alone"
+    yield Setting(
+        given.data_parallel_sharding_strategy == "optim"
+        and not given.overlap_grad_reduce
+        and (several or _REDUCES_TWICE),
+        "--data-parallel-sharding-strategy optim",
+        f"Megatron then reduces gradients {wrongly} (start_grad_sync), so that its own Adam leaves the run of one "
+        "process, too; add --overlap-grad-reduce",
     )
     yield Setting(
         given.outer_dp_sharding_strategy != "no_shard",

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.utils import get_model_config
 
 from megatron_patches.main_weights import HostWeights, KeptWeights, Remainders
@@ -30,6 +31,7 @@ _AS_WITHOUT: dict[str, Any] = {
 _STATE_TYPES = ("state_dtype", "error_dtype", "factor_dtype", "reference_dtype")
 _PRECISION, _OFFLOAD = "--use-precision-aware-optimizer", "--optimizer-cpu-offload"
 _KEPT = {"use_precision_aware_optimizer": _PRECISION, "optimizer_cpu_offload": _OFFLOAD}
+_STAGED, _REUSE = "reuse_grad_buf_for_mxfp8_param_ag", "--reuse-grad-buf-for-mxfp8-param-ag"
 _NEEDS_DISTRIBUTED = "the main weights are then pieces that no rank has whole; add --use-distributed-optimizer"
 
 
@@ -111,6 +113,8 @@ def memory_refusals(settings: Any, name: str) -> Iterator[tuple[str, str]]:
     for field, flag in _KEPT.items():
         if getattr(settings, field, False) and not getattr(settings, "use_distributed_optimizer", False):
             yield flag, _NEEDS_DISTRIBUTED
+    if getattr(settings, _STAGED, False):
+        yield from _staging_refusals(settings)
     if not aware and _type(settings, "main_grads_dtype") != "fp32":
         yield "--main-grads-dtype", f"without {_PRECISION} Megatron's main gradients are fp32; add that flag"
     if _type(settings, "main_params_dtype") != "fp32":
@@ -123,6 +127,17 @@ def memory_refusals(settings: Any, name: str) -> Iterator[tuple[str, str]]:
         if _type(settings, field) != "fp32":
             yield "--" + field.replace("_", "-"), _state_types(name)
     yield from _offload_refusals(settings, offload)
+
+
+def _staging_refusals(settings: Any) -> Iterator[tuple[str, str]]:
+    if not getattr(settings, "use_distributed_optimizer", False):
+        yield _REUSE, "main weights are gathered through its buffers; add --use-distributed-optimizer"
+    for field, flag in _KEPT.items():
+        if getattr(settings, field, False):
+            yield (
+                flag,
+                f"{_REUSE} gathers main weights after the step, when they are elsewhere; leave one out",
+            )
 
 
 def buffer_refusals(settings: Any, chunks: Sequence[Any]) -> Iterator[tuple[str, str]]:
@@ -139,11 +154,30 @@ def buffer_refusals(settings: Any, chunks: Sequence[Any]) -> Iterator[tuple[str,
     for field in ("fp8_param_gather", "fp4_param_gather"):
         if kept and any(getattr(buffer, field, False) for buffer in buffers):
             yield kept[0], f"a quantized weight has no 16 bits to add to; leave out --{field.replace('_', '-')}"
-    if kept and any(getattr(get_model_config(chunk), "qk_clip", False) for chunk in chunks):
+    staged = getattr(settings, _STAGED, False)
+    clips = (kept or staged) and any(getattr(get_model_config(chunk), "qk_clip", False) for chunk in chunks)
+    if kept and clips:
         yield (
             kept[0],
             "--qk-clip scales main weights after the step has stored them elsewhere; leave out one of the two",
         )
+    if staged and clips:
+        yield _REUSE, "--qk-clip scales weights that are then made anew from main weights; leave out one of the two"
+    for field in (_STAGED, *(["overlap_param_gather"] if staged else [])):
+        given = bool(getattr(settings, field, False))
+        if any(given is not bool(getattr(buffer, field, False)) for buffer in buffers):
+            yield (
+                f"{field}={given}",
+                f"the model's DistributedDataParallelConfig has {not given}, so that gradients would be gathered as "
+                "weights, or weights lost before they are gathered; give both configs one value",
+            )
+    if staged and not settings.overlap_param_gather and not hasattr(ChainedOptimizer, "_should_defer_mxfp8_param_sync"):
+        if any(getattr(chunk, "expert_parallel_buffers", None) for chunk in chunks):
+            yield (
+                _REUSE,
+                "this version of Megatron gathers experts' buffers while they hold gradients, when the other weights "
+                "have taken their step; add --overlap-param-gather, or use megatron-core 0.18 or later",
+            )
 
 
 def _offload_refusals(settings: Any, offload: bool) -> Iterator[tuple[str, str]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from megatron_patches.cuts import WHOLE, ParameterCut, declared_cuts, equal_sections, marked_cut
+from megatron_patches.cuts import WHOLE, ParameterCut, declared_cuts, equal_sections, marked_cut, rows_cut_again
 from megatron_patches.fused_weights import fused_parts
 from megatron_patches.groups import ParallelGroups
 from rankwise.layout.layout import LayoutError
@@ -48,6 +49,7 @@ class ModelParameter:
         expert: Whether it belongs to one rank's experts.
         shared: Whether Megatron keeps equal copies on several pipeline stages, as of tied embeddings.
         stage_copy: Number of this copy among these copies.
+        run: This rank's elements [start, end) of the flattened tensor-parallel shard, where its rows are cut once more.
     """
 
     info: ParameterInfo
@@ -59,15 +61,20 @@ class ModelParameter:
     expert: bool
     shared: bool = False
     stage_copy: int = 0
+    run: tuple[int, int] | None = None
 
     def slices(self, start: int, end: int, copy: int) -> tuple[Slice, ...]:
-        """Return the elements [start, end) of the flattened shard in terms of the logical parameter.
+        """Return the elements [start, end) of what this rank holds, flattened, in terms of the logical parameter.
 
         Args:
             start: First element, stored at offset 0 of the optimizer's tensor.
             end: Element behind the last one.
-            copy: Number of the shard's data-parallel copy.
+            copy: Number of the data-parallel copy.
         """
+        if self.run is not None:
+            start, end = start + self.run[0], min(end + self.run[0], self.run[1])
+            if start >= end:  # rows of zeros
+                return ()
         shard = TensorParallelShard.cut(self.local_shape, self.dim, self.rank, self.ways, self.sections)
         return tuple(shard.slices(self.info.name, start, end, 0, copy))
 
@@ -145,8 +152,10 @@ def _known_cuts(model: nn.Module, groups: ParallelGroups) -> dict[Parameter, Par
     for parameter, mark in marked.items():
         believed = by_class.get(parameter, mark)
         said = declared.get(parameter, WHOLE)
-        # Megatron's default declares parameters in a user's containers whole; a mark counts more than that.
-        cuts[parameter] = believed if said in (WHOLE, None) and believed != WHOLE else said
+        # Megatron's default declares parameters in a user's containers whole; a mark counts more than that. What is
+        # declared of rows that are cut once more includes that cut.
+        marked_alone = rows_cut_again(parameter) or (said in (WHOLE, None) and believed != WHOLE)
+        cuts[parameter] = believed if marked_alone else said
     return cuts
 
 
@@ -158,7 +167,11 @@ def _describe(
     block = groups.block(expert)
     if block is not None:
         name = f"{name}@tp{block}"
-    shape = tuple(parameter.shape)
+    shape, run = tuple(parameter.shape), None
+    if (again := rows_cut_again(parameter)) is not None:
+        first, last, rows = again
+        width = prod(shape[1:])
+        shape, run = (rows, *shape[1:]), (first * width, last * width)
     if ways == 1:
         cut = WHOLE
     if cut is None:
@@ -181,7 +194,7 @@ def _describe(
         )
     logical = tuple(size * ways if index == dim else size for index, size in enumerate(shape))
     shared = bool(getattr(parameter, "shared_embedding", False))
-    return ModelParameter(ParameterInfo(name, logical, role), shape, dim, sections, rank, ways, expert, shared)
+    return ModelParameter(ParameterInfo(name, logical, role), shape, dim, sections, rank, ways, expert, shared, run=run)
 
 
 def _transformer_engine_cuts(model: nn.Module) -> Iterator[tuple[Parameter, ParameterCut]]:

@@ -76,12 +76,6 @@ _REFUSED = (
         "pass --rankwise-layer-wise (rankwise_layer_wise=True) instead",
     ),
     _Refusal(
-        "reuse_grad_buf_for_mxfp8_param_ag",
-        "--reuse-grad-buf-for-mxfp8-param-ag",
-        "gradients and gathered weights then share memory in a layout of their own",
-        "train with bf16 parameters",
-    ),
-    _Refusal(
         "use_custom_fsdp",
         "--use-custom-fsdp",
         "it is the old name of --use-megatron-fsdp, in versions whose cuts were not tried",
@@ -112,8 +106,8 @@ def refuse_wrapping(chunks: Sequence[nn.Module], config: OptimizerConfig, name: 
         name: The optimizer's name.
 
     Raises:
-        SupportError: Buffers that contradict the config, experts that lie in one tensor, or weights
-            that are cut once more and gathered before they are used.
+        SupportError: Buffers that contradict the config, experts that lie in one tensor, or settings beside weights
+            that are cut once more.
     """
     for setting, reason in buffer_refusals(config, chunks):
         raise SupportError(f"{setting} is invalid with --optimizer {name}: {reason}")
@@ -124,13 +118,29 @@ def refuse_wrapping(chunks: Sequence[nn.Module], config: OptimizerConfig, name: 
                 f"{name}: all experts of a rank lie in one tensor, which would be taken for one matrix; use "
                 "--transformer-impl transformer_engine, or leave --moe-grouped-gemm out"
             )
-        for field in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
-            shards = getattr(get_model_config(chunk), field, 1) or 1
-            if shards > 1:
-                raise SupportError(
-                    f"{field}={shards} is invalid with --optimizer {name}: weights are then cut by rows over ranks "
-                    "that Megatron counts as data parallel, each of which would take its rows for the matrix; use 1"
-                )
+        model, again = get_model_config(chunk), "--tensor-parallel-num-weight-shards"
+        shards = (getattr(model, f"{kind}gtp_weight_remat_size", None) or 1 for kind in ("", "expert_"))
+        buffers = getattr(chunk, "ddp_config", None)
+        if max(shards) > 1:
+            settings = (
+                Setting(
+                    getattr(config, "rankwise_layer_wise", False),
+                    "--rankwise-layer-wise",
+                    "it deals whole weights out, and ranks have rows of them; use --use-distributed-optimizer",
+                ),
+                Setting(
+                    any(getattr(buffers, f"fp{bits}_param_gather", False) for bits in (4, 8)),
+                    "--fp8-param-gather",
+                    "rows of few bits are tensors of a class that Transformer Engine's functions do not all take, and "
+                    "were never tried; leave out one of the two",
+                ),
+                Setting(
+                    bool(getattr(model, "qk_clip", False)),
+                    "--qk-clip",
+                    "Megatron scales a rank's rows as if they were the whole weight; leave out one of the two",
+                ),
+            )
+            refuse_beside(again, settings, name)
 
 
 def refuse_beyond_engines(name: str, options: Options) -> None:
@@ -202,5 +212,5 @@ def refuse_without_statistics(chunk: nn.Module, blocks: bool) -> None:
     if graphs != "none" or getattr(model, "enable_cuda_graph", False) or getattr(model, "external_cuda_graph", False):
         raise SupportError(
             f"cuda_graph_impl={graphs!r} is invalid for MKOR: replayed graphs run no module hooks, from which its "
-            "statistics come; leave CUDA graphs out"
+            "statistics come; leave CUDA graphs out, or use mkor-sketch, whose factors come from gradients"
         )

@@ -39,6 +39,8 @@ class Cell:
         etp: Size of experts' tensor parallelism; that of the others' if None.
         vpp: Model chunks per pipeline stage; above 1 the interleaved schedule runs.
         cp: Size of context parallelism, with an attention of the tests' own.
+        again, expert_again: Number of ranks over which a tensor-parallel rank's rows of a weight are cut once more.
+        filled_up: Number of rows of which each of these ranks stores a multiple, filled up with zeros.
         sp: Whether sequence parallelism goes with tensor parallelism.
         precision: ``fp32``, ``bf16`` or ``fp16`` (dynamic loss scale); ``fp64`` where Megatron is told that it is fp32.
         bucket_size: Elements per bucket of the gradient buffer; Megatron's default if None. Only with overlap.
@@ -73,6 +75,9 @@ class Cell:
     ep: int = 1
     etp: int | None = None
     cp: int = 1
+    again: int = 1
+    expert_again: int = 1
+    filled_up: int = 16
     sp: bool = False
     precision: str = "fp32"
     use_distributed_optimizer: bool = False
@@ -141,6 +146,10 @@ class Cell:
         }
         fused = ("bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion", "persist_layer_norm")
         off = dict.fromkeys((*fused, "gradient_accumulation_fusion", "apply_rope_fusion"), False)
+        if self.again > 1:  # older versions do not have it
+            layout["tensor_parallel_num_weight_shards"] = self.tp * self.again
+        if self.expert_again > 1:
+            layout["expert_tensor_parallel_num_weight_shards"] = (self.etp or self.tp) * self.expert_again
         if self.recompute:
             layout |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         if self.moe:
@@ -183,7 +192,7 @@ class Cell:
     def ddp_config(self) -> DistributedDataParallelConfig:
         names = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "bucket_size")
         if self.megatron_fsdp:
-            overlap = self.megatron_fsdp in ("optim_grads", "optim_grads_params")
+            overlap = self.overlap_grad_reduce or self.megatron_fsdp in ("optim_grads", "optim_grads_params")
             return DistributedDataParallelConfig(
                 use_megatron_fsdp=True,
                 use_distributed_optimizer=True,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron_cells import DECAY_STEPS, GLOBAL_BATCH, LENGTH, MAX_LR, MIN_LR, VOCABULARY, Cell, tokens
 from megatron_weights import Cut, bare, cuts, gathered, initial, main_weight, model_weight
 from ranks import run_ranks
+from rows_apart import rows_apart
 from torch import Tensor, nn
 
 from megatron_patches.cpu import cpu_megatron
@@ -172,6 +174,8 @@ class Trainer:
             calls = [getattr(chunk, name) for chunk in self.chunks]
             return calls[0] if len(calls) == 1 else calls
 
+        if self.cell.again > 1 or self.cell.expert_again > 1:
+            importlib.import_module("megatron.core.tensor_parallel.gtp_api").classify_gtp_remat_chains(self.chunks)
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = finalize_model_grads
         if self.cell.megatron_fsdp:
@@ -194,9 +198,7 @@ class Trainer:
         Returns:
             The mean loss over this rank's sequences, on the last pipeline stage only; the norm, None if skipped.
         """
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        self.clear_gradients()
         batches = self._micro_batches()
         reported = get_forward_backward_func()(
             forward_step_func=_forward_step,
@@ -219,6 +221,12 @@ class Trainer:
         self.step += 1
         loss = torch.stack([entry["loss"] for entry in reported]).mean().item() if reported else None
         return loss, float(norm) if done else None
+
+    def clear_gradients(self) -> None:
+        """What Megatron's loop does before the first forward pass of a step."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
 
     def _micro_batches(self) -> list[Tensor]:
         dp, rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
@@ -351,11 +359,12 @@ def opened(
         make_optimizer: Builds the optimizer.
         kind: Another class of trainers, with a model of its own.
     """
-    sizes = (cell.tp, cell.pp, cell.vpp, cell.ep, cell.etp, cell.cp, cell.instances)
+    sizes = (cell.tp, cell.pp, cell.vpp, cell.ep, cell.etp, cell.cp, cell.instances, cell.again, cell.expert_again)
     if mpu.is_initialized() and _open_sizes[-1:] != [sizes]:
         mpu.destroy_model_parallel()
         _end_groups()
     if not mpu.is_initialized():
+        once_more = {"gtp_remat_size": cell.again, "expert_gtp_remat_size": cell.expert_again}
         mpu.initialize_model_parallel(
             tensor_model_parallel_size=cell.tp,
             pipeline_model_parallel_size=cell.pp,
@@ -364,10 +373,12 @@ def opened(
             expert_tensor_parallel_size=cell.etp,
             context_parallel_size=cell.cp,
             num_distributed_optimizer_instances=cell.instances,
+            **({} if cell.again == cell.expert_again == 1 else once_more),
         )
         _open_sizes.append(sizes)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    yield (kind or Trainer)(cell, make_optimizer)
+    with rows_apart(cell.filled_up) if max(cell.again, cell.expert_again) > 1 else nullcontext():
+        yield (kind or Trainer)(cell, make_optimizer)
 
 
 def _end_groups() -> None:
@@ -458,6 +469,15 @@ def move(weights: dict[str, Tensor], reference: dict[str, Tensor], start: dict[s
         largest_gap(weights, reference) / largest_gap(reference, start),
         mean_gap(weights, reference) / mean_gap(reference, start),
     )
+
+
+def rms_move(weights: dict[str, Tensor], reference: dict[str, Tensor], start: dict[str, Tensor]) -> float:
+    """Root mean square of how far a run ends from a reference, over that of the reference's way from ``start``."""
+
+    def squared(some: dict[str, Tensor], others: dict[str, Tensor]) -> float:
+        return float(sum((some[name] - others[name]).double().square().sum() for name in reference))
+
+    return (squared(weights, reference) / squared(reference, start)) ** 0.5
 
 
 def worst(moves: Iterable[Move]) -> Move:

@@ -31,17 +31,29 @@ class Cut:
         shape: The unsharded shape.
         dim: Dimension cut by tensor parallelism; None if the rank holds the whole weight.
         index: Positions along ``dim`` that the rank holds, in its order.
+        rows: Rows [first, last) of that which the rank holds, where they are cut once more, and how many it stores:
+            what is missing are zeros; None if it holds all.
     """
 
     name: str
     shape: tuple[int, ...]
     dim: int | None
     index: Tensor | None
+    rows: tuple[int, int, int] | None = None
 
     def of(self, full: Tensor) -> Tensor:
-        return full if self.dim is None else full.index_select(self.dim, self.index)
+        part = full if self.dim is None else full.index_select(self.dim, self.index)
+        if self.rows is None:
+            return part
+        first, last, stored = self.rows
+        return torch.cat([part[first:last], part.new_zeros(stored - (last - first), *part.shape[1:])])
 
     def into(self, full: Tensor, part: Tensor) -> None:
+        if self.rows is not None:
+            first, last, _ = self.rows
+            whole = full.clone() if self.dim is None else full.index_select(self.dim, self.index)
+            whole[first:last] = part[: last - first]
+            part = whole
         full.copy_(part) if self.dim is None else full.index_copy_(self.dim, self.index, part)
 
 
@@ -58,12 +70,16 @@ def cuts(model: nn.Module, tied: bool) -> Iterator[tuple[nn.Parameter, Cut]]:
     for name, parameter in model.named_parameters():
         expert = not getattr(parameter, "allreduce", True)
         rank, size = tensor_rank(expert)
-        shape, dim, index = list(parameter.shape), None, None
+        shape, dim, index, rows = list(parameter.shape), None, None, None
+        if getattr(parameter, "is_gtp_weight_remat", False):
+            ranks, stored = parameter.group.size(), shape[0]
+            first, shape[0] = parameter.group.rank() * stored, stored * ranks - parameter.pad_length
+            rows = (min(first, shape[0]), min(first + stored, shape[0]), stored)
         dim, strips = _dimension(model, name, parameter) if size > 1 else (None, 1)
         if dim is not None:
             shape[dim] *= size
             index = _positions(shape[dim], strips, rank, size)
-        yield parameter, Cut(unsharded_name(model, name, tied), tuple(shape), dim, index)
+        yield parameter, Cut(unsharded_name(model, name, tied), tuple(shape), dim, index, rows)
 
 
 def _dimension(model: nn.Module, name: str, parameter: nn.Parameter) -> tuple[int | None, int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,16 @@ from typing import Any
 import apart_devices
 import pytest
 import torch
+from megatron.core.distributed import distributed_data_parallel, param_and_grad_buffer
 from megatron.core.optimizer import distrib_optimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron_cells import DISTRIBUTED, MOE, OVERLAPPED, Cell
-from megatron_harness import Result, Trainer, move, opened, trained
+from megatron_harness import Result, Trainer, move, opened, train, trained
 from megatron_resumes import went_on
 from megatron_types import TYPES, maker
 from megatron_weights import initial
 from ranks import run_ranks
+from rows_apart import HAS_WEIGHT_SHARDS
 from torch import Tensor, nn
 
 from megatron_patches import layouts, main_weights
@@ -28,6 +33,7 @@ from rankwise.kernels.native import building
 from rankwise.kernels.native.products import products
 
 AWARE: dict[str, Any] = {"use_precision_aware_optimizer": True}
+REUSE: dict[str, Any] = {"reuse_grad_buf_for_mxfp8_param_ag": True}
 HOST: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 PLAIN = Cell(precision="bf16", **OVERLAPPED)
 LOW = replace(PLAIN, bf16_gradients=True)
@@ -46,8 +52,11 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "PP2 interleaved": (2, {"pp": 2, "vpp": 2, "microbatches": 4, "layers": 4}),
     "EP2": (2, {"ep": 2, **MOE}),
     "TP2 DP2": (4, {"tp": 2, "sp": True}),
+    **({"WS2 TP2": (4, {"again": 2, "tp": 2, "sp": True})} if HAS_WEIGHT_SHARDS else {}),
 }
 STEPS = 4
+# Since 0.18 dense and expert weights, which share buffers' owner, are gathered when both have taken their step.
+DEFERS = hasattr(ChainedOptimizer, "_should_defer_mxfp8_param_sync")
 # The harness does not take up overlapped gathers after a load.
 ALL_THERE: dict[str, Any] = {"overlap_param_gather": False}
 
@@ -322,6 +331,171 @@ def test_weights_of_8_bits_have_no_remainders() -> None:
     run_ranks(1, _in_8_bits, "ldadam", True)
 
 
+# --- main weights that are gathered through the gradients' buffers ---------------------------------------------------
+
+STAGED: dict[str, Any] = {"optimizer": REUSE}
+# With one bucket for a whole model, as Megatron has without overlap, and with many.
+PLAINLY, LATER = Cell(precision="bf16", **DISTRIBUTED), PLAIN
+BUFFERS: dict[str, Cell] = {
+    "at once": PLAINLY,
+    "at once, bf16 gradients": replace(PLAINLY, bf16_gradients=True),
+    "later": LATER,
+    "later, bf16 gradients": replace(LATER, bf16_gradients=True),
+    "later, experts": replace(LATER, ep=2, **MOE),
+    "at once, experts": replace(PLAINLY, ep=2, **MOE),
+    "later, TP2 SP": replace(LATER, tp=2, sp=True),
+}
+
+
+class StagedTrainer(Trainer):
+    """Matrices that are said to be mxfp8: with storage of their own, filled from the buffer of gradients.
+
+    They keep the bits of bf16, so that a run must have those of one without the setting, if nothing is lost or taken
+    for what it is not between the step and the forward pass. Of several ranks, vectors are said to be mxfp8, too: in
+    buffers apart, ranks would cut weights elsewhere, and sum in another order.
+    """
+
+    def _model(self, stage: int, vp_stage: int | None) -> nn.Module:
+        model = super()._model(stage, vp_stage)
+        for parameter in model.parameters():
+            if parameter.dim() == 2 or torch.distributed.get_world_size() > 1:
+                parameter.is_8_bit = True
+                parameter.dequantize = functools.partial(_own_values, parameter)
+                parameter.get_high_precision_init_val = parameter.dequantize
+                parameter.clear_high_precision_init_val = lambda: None
+        return model
+
+    def clear_gradients(self) -> None:
+        super().clear_gradients()
+        # As Megatron's loop does from the second step on: the hooks of the first gather nothing.
+        if self.cell.overlap_param_gather and self.step:
+            self._stage()
+
+    def _stage(self) -> None:
+        for optimizer in self.optimizer.chained_optimizers:
+            optimizer._copy_main_params_to_param_buffer()
+
+    def gather_params(self) -> None:
+        if not self.cell.overlap_param_gather:
+            return
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self._stage()
+        groups = [group for c in self.chunks for group in c.bucket_groups + c.expert_parallel_bucket_groups]
+        for group in groups:
+            group.start_param_sync()
+        for group in groups:
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+def _own_values(parameter: nn.Parameter) -> Tensor:
+    return parameter.detach().clone()
+
+
+def _staged(rank: int, world: int, jobs: list[tuple[str, Cell]]) -> list[tuple[Result, Result]]:
+    with cpu_megatron():
+        return [(_staged_run(name, cell), train(cell, maker(name), STEPS)) for name, cell in jobs]
+
+
+def _staged_run(name: str, cell: Cell, steps: int = STEPS, folder: Path | None = None) -> Result:
+    with _said_to_be_mxfp8(), opened(replace(cell, **STAGED), maker(name), StagedTrainer) as trainer:
+        if folder is None:
+            return trained(trainer, steps)
+        if any(folder.iterdir()):
+            trainer.load(folder)
+            return trained(trainer, steps)
+        trained(trainer, steps)
+        trainer.save(folder)
+        return trained(trainer, steps)
+
+
+@contextmanager
+def _said_to_be_mxfp8() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (layouts, distrib_optimizer, param_and_grad_buffer, distributed_data_parallel):
+            for name in ("is_float8tensor", "is_mxfp8tensor"):
+                if hasattr(module, name):
+                    patched.setattr(module, name, lambda tensor: getattr(tensor, "is_8_bit", False))
+            if hasattr(module, "dequantize_fp8_tensor"):
+                patched.setattr(module, "dequantize_fp8_tensor", lambda tensor: tensor.dequantize())
+        patched.setattr(Cell, "ddp_config", functools.partialmethod(_through_gradients, Cell.ddp_config))
+        yield
+
+
+def _through_gradients(cell: Cell, made: Any) -> Any:
+    config = made(cell)
+    config.fp8_param_gather = config.reuse_grad_buf_for_mxfp8_param_ag = True
+    return config
+
+
+def _check_staged(jobs: list[tuple[str, Cell]], world: int = 2) -> None:
+    for job, (staged, plain) in zip(jobs, run_ranks(world, _staged, jobs)[0], strict=True):
+        assert staged.losses == plain.losses and staged.norms == plain.norms, job
+        for kind in ("weights", "model_weights"):
+            ours, theirs = getattr(staged, kind), getattr(plain, kind)
+            assert all(torch.equal(ours[key], theirs[key]) for key in theirs), (job, kind)
+        assert staged.replica_gap == 0, job
+
+
+def test_weights_through_the_gradients_buffers_are_bitwise_the_same() -> None:
+    labels = {"ldadam": "at once", "mkor": "later, bf16 gradients", "sonew": "later, experts"}
+    _check_staged([(name, BUFFERS[label]) for name, label in labels.items()])
+    _check_staged([("mars-m", LATER)], 1)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("label", [label for label in BUFFERS if label != "at once, experts" or DEFERS])
+def test_weights_through_the_gradients_buffers_are_bitwise_the_same_everywhere(label: str) -> None:
+    _check_staged([(name, BUFFERS[label]) for name in TYPES])
+
+
+def _staged_resumes(rank: int, world: int, folder: Path, jobs: list[tuple[str, Cell]]) -> list[tuple[Result, Result]]:
+    found = []
+    with cpu_megatron():
+        for index, (name, cell) in enumerate(jobs):
+            place = folder / str(index)
+            if rank == 0:
+                place.mkdir()
+            torch.distributed.barrier()
+            found.append(tuple(_staged_run(name, cell, 2, place) for _ in range(2)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "jobs",
+    [
+        [("ldadam", PLAINLY)],
+        pytest.param([(name, PLAINLY) for name in TYPES], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_weights_through_the_gradients_buffers_resume_bitwise(jobs: list[tuple[str, Cell]], tmp_path: Path) -> None:
+    for job, (whole, again) in zip(jobs, run_ranks(2, _staged_resumes, tmp_path, jobs)[0], strict=True):
+        assert again.losses == whole.losses, job
+        assert all(torch.equal(again.weights[key], whole.weights[key]) for key in whole.weights), job
+
+
+def _staged_refusals(rank: int, world: int) -> list[str]:
+    messages = []
+    with cpu_megatron(), _said_to_be_mxfp8():
+        cases = [(PLAINLY, {}, {"reuse_grad_buf_for_mxfp8_param_ag": False})]
+        cases += [(PLAINLY, {}, {"overlap_param_gather": True}), (PLAINLY, {"qk_clip": True}, {})]
+        cases += [] if DEFERS else [(BUFFERS["at once, experts"], {}, {})]
+        for cell, model, fields in cases:
+            with opened(replace(cell, **STAGED), maker("adam"), StagedTrainer) as trainer:
+                for key, value in model.items():
+                    setattr(trainer.config, key, value)
+                with pytest.raises(SupportError) as caught:
+                    maker("ldadam")({**trainer.cell.optimizer_config(), **fields}, trainer.chunks)
+                messages.append(str(caught.value))
+    return messages
+
+
+def test_what_would_gather_something_else_is_refused() -> None:
+    expected = ["reuse_grad_buf_for_mxfp8_param_ag=False", "overlap_param_gather=True", "--qk-clip scales", "experts'"]
+    for text, message in zip(expected, run_ranks(2, _staged_refusals)[0], strict=False):
+        assert text in message
+
+
 # --- refused ---------------------------------------------------------------------------------------------------------
 
 
@@ -331,6 +505,9 @@ def test_weights_of_8_bits_have_no_remainders() -> None:
         ("mkor", {**AWARE, "use_distributed_optimizer": False}, "--use-precision-aware-optimizer is invalid .* add"),
         ("mkor", {**HOST, "use_distributed_optimizer": False}, "--optimizer-cpu-offload is invalid .* add"),
         ("mkor", {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}, "fraction 0.5 .* must be 1.0"),
+        ("mkor", {**REUSE, "use_distributed_optimizer": False}, "--reuse-grad-buf-.* is invalid .* add"),
+        ("mkor", {**REUSE, **AWARE}, "--use-precision-aware-optimizer is invalid .* leave one out"),
+        ("mkor", {**REUSE, **HOST}, "--optimizer-cpu-offload is invalid .* leave one out"),
         ("mkor", {**HOST, "use_torch_optimizer_for_cpu_offload": True}, "--use-torch-.* leave it out"),
         ("sonew", {"main_grads_dtype": torch.bfloat16}, "--main-grads-dtype is invalid .* add that flag"),
         ("sonew", {**AWARE, "main_params_dtype": torch.float16}, "--main-params-dtype fp16 is invalid .* leave it out"),

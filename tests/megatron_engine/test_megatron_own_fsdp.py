@@ -2,63 +2,136 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from megatron_cells import BIASED, Cell
-from megatron_harness import Result, move, opened, trained
-from megatron_types import TYPES, maker
-from ranks import run_ranks
+from megatron_harness import OTHER_CUTS, Result, Trainer, move, opened, rms_move, trained
+from megatron_types import CAPTURING, ELEMENT_WISE, TYPES, maker
+from megatron_weights import reduced_gradient
+from ranks import once, run_ranks
+from torch import Tensor
 
 import megatron_patches
 from megatron_patches.cpu import cpu_megatron
+from megatron_patches.megatron_fsdp import _REDUCES_TWICE, run_of
 from megatron_patches.registry import RankwiseConfig, get_megatron_optimizer
 from megatron_patches.support import SupportError
 
 STEPS = 3
 STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
 OURS = (*TYPES, "mkor-sketch")
-# Of the largest change of a weight, or what Megatron's Adam shows in the same cell. Where rounding can flip a sign or
-# an edge: of the mean change.
-ALLOWED = 2e-4
-ADAM = 1e-3
-DISCONTINUOUS = ("mars-lion", "sonew")
+# Of the gradients of one process, Megatron's FSDP has those, but for rounding.
+ROUNDED = 1e-4
+# What rounding does to the rule in one process, times this; one unlucky weight does not decide a root mean square.
+ALLOWED = 10.0
+# Where rounding can flip a sign or an edge, which is a whole step: the mean, of a dozen such elements.
+DISCONTINUOUS, BESIDE_AN_EDGE = ("mars-lion", "sonew"), 2e-4
 # Ranks, and what cuts the model over them.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    **{strategy: (2, {"megatron_fsdp": strategy}) for strategy in STRATEGIES},
+    **{strategy: (2, {"megatron_fsdp": strategy, "overlap_grad_reduce": True}) for strategy in STRATEGIES},
+    # Before 0.20 Megatron reduced these gradients twice.
+    **({} if _REDUCES_TWICE else {"optim, at the end": (2, {"megatron_fsdp": "optim"})}),
     "TP2": (4, {"megatron_fsdp": "optim_grads_params", "tp": 2}),
     "HSDP": (4, {"megatron_fsdp": "optim_grads_params", "instances": 2}),
-    "HSDP, optim": (4, {"megatron_fsdp": "optim", "instances": 2}),
+    "HSDP, optim": (4, {"megatron_fsdp": "optim", "instances": 2, "overlap_grad_reduce": True}),
+    "HSDP, optim_grads": (4, {"megatron_fsdp": "optim_grads", "instances": 2}),
 }
 USUAL = ("mars-m", "ldadam", "mkor")
 FULL_SHARDS = {"megatron_fsdp": "optim_grads_params"}
 FULL = Cell(megatron_fsdp="optim_grads_params")
+ALONE = Cell(clip=0.0)
+
+Gradients = list[dict[str, Tensor]]
 
 
-def _run(rank: int, world: int, jobs: list[tuple[str, Cell]], steps: int) -> list[Result]:
-    found = []
+class Reference(NamedTuple):
+    """One process: weights before and after, its gradients, and how far other micro-batches move it (mean, rms)."""
+
+    start: Result
+    end: Result
+    gradients: Gradients
+    response: tuple[float, float]
+
+
+def _run(cell: Cell, name: str, steps: int = STEPS, before: Any = None) -> Result:
+    with opened(cell, maker(name)) as trainer:
+        for _ in range(steps):
+            trainer.train_step(before)
+        return trained(trainer, 0)
+
+
+def _away(found: Result, reference: Result, start: Result) -> tuple[float, float]:
+    given = found.weights, reference.weights, start.weights
+    return move(*given).mean, rms_move(*given)
+
+
+def _references(rank: int, world: int, names: tuple[str, ...]) -> dict[str, Reference]:
+    found = {}
     with cpu_megatron():
-        for name, cell in jobs:
-            with opened(cell, maker(name)) as trainer:
-                found.append(trained(trainer, steps))
+        start = _run(ALONE, "adam", 0)
+        for name in names:
+            gradients: Gradients = []
+            end = _run(ALONE, name, before=functools.partial(_record, gradients))
+            others = [_run(replace(ALONE, microbatches=count), name) for count in OTHER_CUTS]
+            away = [_away(other, end, start) for other in others]
+            found[name] = Reference(start, end, gradients, tuple(map(max, zip(*away, strict=True))))
     return found
 
 
+def _record(gradients: Gradients, trainer: Trainer) -> None:
+    gradients.append(trainer.weights(reduced_gradient)[0])
+
+
+def _replay(gradients: Gradients, trainer: Trainer) -> None:
+    """Put recorded gradients where Megatron's reduction has left its own, which differ by rounding."""
+    wrapper = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])[0]
+    for chunk in trainer.chunks:
+        for parameter, cut in trainer.cuts(chunk):
+            start, end = run_of(wrapper, parameter)
+            assert (parameter.grad is None) == (start == end)
+            if parameter.grad is not None:
+                own, whole = parameter.grad._local_tensor, cut.of(gradients[trainer.step][cut.name])
+                given = whole.reshape(-1)[start:end].view(own.shape)
+                assert (own - given).abs().max() <= ROUNDED * whole.abs().max(), cut.name
+                own.copy_(given)
+
+
+def _followed(rank: int, world: int, cell: Cell, known: dict[str, Reference]) -> dict[str, tuple[Result, Result]]:
+    """Each type on its own gradients, and on those of one process."""
+    with cpu_megatron():
+        return {
+            name: (_run(cell, name), _run(cell, name, before=functools.partial(_replay, reference.gradients)))
+            for name, reference in known.items()
+        }
+
+
+@once
+def _known(names: tuple[str, ...]) -> dict[str, Reference]:
+    return run_ranks(1, _references, names)[0]
+
+
 def _check(label: str, names: tuple[str, ...]) -> None:
-    """How far each type ends from one process."""
-    alone, (world, layout) = Cell(clip=0.0), LAYOUTS[label]
-    all_names = ("adam", *names)
-    start = run_ranks(1, _run, [("adam", alone)], 0)[0][0]
-    ends = run_ranks(1, _run, [(name, alone) for name in all_names], STEPS)[0]
-    found = run_ranks(world, _run, [(name, Cell(clip=0.0, **layout)) for name in all_names], STEPS)[0]
-    gaps = [move(mine.weights, end.weights, start.weights) for end, mine in zip(ends, found, strict=True)]
-    figures = {n: gap.mean if n in DISCONTINUOUS else gap.largest for n, gap in zip(all_names, gaps, strict=True)}
-    print(label, figures)
-    assert max(figures.values()) <= max(ALLOWED, figures["adam"]), figures
-    assert figures["adam"] <= ADAM
-    assert all(mine.replica_gap == 0 for mine in found)
+    """How far each type ends from one process: on its gradients, and on gradients that the ranks compute."""
+    world, layout = LAYOUTS[label]
+    known = _known(("adam", *names))
+    found = run_ranks(world, _followed, Cell(clip=0.0, **layout), known)[0]
+    for name, (start, end, _, response) in known.items():
+        own, same = found[name]
+        fed = move(same.weights, end.weights, start.weights).largest
+        mean, rms = _away(own, end, start)
+        print(f"{label}: {name} {fed:.1e} {mean:.1e} {rms:.1e}, by rounding alone {response[0]:.1e} {response[1]:.1e}")
+        assert own.replica_gap == same.replica_gap == 0
+        if name not in CAPTURING:  # their statistics are of their own passes
+            assert fed <= (1e-6 if name in ("adam", *ELEMENT_WISE) else 1e-5), name
+        if name in DISCONTINUOUS:
+            assert mean <= BESIDE_AN_EDGE, name
+        else:
+            assert rms <= ALLOWED * response[1], name
 
 
 @pytest.mark.slow
@@ -97,15 +170,13 @@ HALF = {"precision": "bf16", **BIASED}
     ("jobs", "world"),
     [
         ([("ldadam", FULL), ("mkor", Cell(**FULL_SHARDS, **HALF))], 2),
-        pytest.param(
-            [
-                (name, Cell(megatron_fsdp=strategy, **kind))
-                for strategy in STRATEGIES
-                for kind in ({}, HALF)
-                for name in OURS
-            ],
-            2,
-            marks=[pytest.mark.exhaustive, pytest.mark.timeout(900)],
+        *(
+            pytest.param(
+                [(name, Cell(**LAYOUTS[strategy][1], **kind)) for kind in ({}, HALF) for name in OURS],
+                2,
+                marks=pytest.mark.exhaustive,
+            )
+            for strategy in STRATEGIES
         ),
         pytest.param(
             [(name, Cell(**LAYOUTS[label][1], **HALF)) for label in ("HSDP", "TP2") for name in USUAL],
@@ -113,7 +184,7 @@ HALF = {"precision": "bf16", **BIASED}
             marks=pytest.mark.exhaustive,
         ),
     ],
-    ids=["usual", "every type", "HSDP and TP2"],
+    ids=["usual", *STRATEGIES, "HSDP and TP2"],
 )
 def test_resumes_bitwise(jobs: list[tuple[str, Cell]], world: int, tmp_path: Path) -> None:
     for job, (whole, again) in zip(jobs, run_ranks(world, _resumed, tmp_path, jobs)[0], strict=True):
@@ -140,7 +211,7 @@ def test_what_does_not_work_is_refused_by_name() -> None:
     sharded = Cell(precision="bf16", **FULL_SHARDS)
     given: dict[str, tuple[Cell, dict[str, Any]]] = {
         "--expert-model-parallel-size is invalid with --use-megatron-fsdp": (
-            Cell(megatron_fsdp="optim", moe=4, ep=2),
+            Cell(megatron_fsdp="optim_grads", moe=4, ep=2),
             {},
         ),
         "--use-precision-aware-optimizer is invalid with --use-megatron-fsdp": (
@@ -149,6 +220,10 @@ def test_what_does_not_work_is_refused_by_name() -> None:
         ),
         "--data-parallel-sharding-strategy no_shard is invalid with --use-megatron-fsdp": (
             Cell(megatron_fsdp="no_shard"),
+            {},
+        ),
+        "--data-parallel-sharding-strategy optim is invalid with --use-megatron-fsdp": (
+            Cell(megatron_fsdp="optim", instances=2),
             {},
         ),
         "--outer-dp-sharding-strategy is invalid with --use-megatron-fsdp": (

@@ -25,6 +25,7 @@ from megatron_table import write_down
 from megatron_types import CAPTURING, ELEMENT_WISE, TYPES, maker
 from megatron_weights import cuts, reduced_gradient
 from ranks import once, run_ranks
+from rows_apart import HAS_WEIGHT_SHARDS
 from torch import Tensor
 from with_stand_in import run_with_stand_in
 
@@ -70,14 +71,34 @@ ENGINE: dict[str, tuple[int, dict[str, Any]]] = {
         "TP2 SP with experts": (2, {"tp": 2, "sp": True, **MOE}),
     }.items()
 }
+# Weights that are cut once more, by rows; tried in a file of their own, and in the whole grid.
+SHARDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "WS2": (2, {"again": 2, "filled_up": 64}),  # of most weights the second rank has zeros alone
+    "WS2 DP2": (4, {"again": 2, "tied": True}),
+    "WS2 TP2": (4, {"again": 2, "filled_up": 24, "tp": 2, **BIASED}),
+    "WS2 TP2 SP": (4, {"again": 2, "filled_up": 24, "tp": 2, "sp": True}),
+    "WS2 PP2": (4, {"again": 2, "filled_up": 24, "pp": 2}),
+    "WS2 CP2": (4, {"again": 2, "cp": 2}),
+    "WS2 with experts": (2, {"again": 2, "expert_again": 2, "filled_up": 24, **MOE}),
+    "WS2 EP2": (4, {"again": 2, "ep": 2, **MOE}),
+}
+SHARDS = SHARDS if HAS_WEIGHT_SHARDS else {}
 WRAPPERS = {"plain": {}, "distributed": OVERLAPPED, "layer-wise": {"optimizer": LAYER_WISE}}
 # Number of ranks and cell, by place and wrapper. Three ranks cut matrices in the middle of a row; the global batch does
 # not divide by three, so that only prescribed gradients make sense there.
-LAYOUTS: dict[str, tuple[int, Cell]] = {
-    f"{place}, {wrapper}": (ranks, Cell(clip=0.0, **sizes, **options))
-    for place, (ranks, sizes) in (PLACES | CONTEXT | ENGINE).items()
-    for wrapper, options in WRAPPERS.items()
-} | {"DP3, distributed": (3, Cell(clip=0.0, uneven=True, **DISTRIBUTED))}
+LAYOUTS: dict[str, tuple[int, Cell]] = (
+    {
+        f"{place}, {wrapper}": (ranks, Cell(clip=0.0, **sizes, **options))
+        for place, (ranks, sizes) in (PLACES | CONTEXT | ENGINE).items()
+        for wrapper, options in WRAPPERS.items()
+    }
+    | {
+        f"{place}, {wrapper}": (ranks, Cell(clip=0.0, **sizes, **WRAPPERS[wrapper]))
+        for place, (ranks, sizes) in SHARDS.items()
+        for wrapper in ("plain", "distributed")
+    }
+    | {"DP3, distributed": (3, Cell(clip=0.0, uneven=True, **DISTRIBUTED))}
+)
 SAME_ONLY = ("DP3, distributed",)
 # Every place, wrapper and way to cut a parameter once; the whole grid is exhaustive.
 FP32 = (

@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from megatron_cells import Cell
+from megatron_harness import opened
+from megatron_types import CAPTURING, TYPES, maker
+from ranks import run_ranks
 from torch import nn
 
+from megatron_patches.cpu import cpu_megatron
 from megatron_patches.registry import NAMES, RankwiseConfig, get_megatron_optimizer
 from megatron_patches.support import SupportError
 from rankwise.options.validation import OptionError
@@ -62,3 +67,28 @@ def test_settings_only_some_versions_have_are_refused() -> None:
         setattr(config, field, True)
         with pytest.raises(SupportError, match="is invalid with --optimizer ldadam"):
             get_megatron_optimizer(config, [])
+
+
+def _beside_graphs(rank: int, world: int, settings: list[dict[str, Any]]) -> list[list[str]]:
+    """Names of the types that are refused beside each setting."""
+    refused: list[list[str]] = []
+    with cpu_megatron():
+        for given in settings:
+            refused.append([])
+            with opened(Cell(), maker("adam")) as trainer:
+                vars(trainer.config).update(given)
+                for name in (*TYPES, "mkor-sketch"):
+                    try:
+                        maker(name)(Cell().optimizer_config(), trainer.chunks)
+                    except SupportError as error:
+                        assert "is invalid for MKOR: replayed graphs run no module hooks" in str(error)
+                        refused[-1].append(name)
+    return refused
+
+
+def test_graphs_of_the_models_passes_are_refused_by_what_needs_hooks_in_them() -> None:
+    """The step is not in them, and steps in place; what they do needs a GPU."""
+    settings = [{"cuda_graph_impl": name} for name in ("local", "transformer_engine", "full_iteration")]
+    settings += [{"enable_cuda_graph": True}, {"external_cuda_graph": True}]
+    found = run_ranks(1, _beside_graphs, [{"cuda_graph_impl": "none"}, *settings])[0]
+    assert found == [[], *[list(CAPTURING)] * len(settings)]

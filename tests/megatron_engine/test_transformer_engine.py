@@ -183,7 +183,7 @@ def test_checkpoints_go_to_megatrons_own_layers_and_back(tmp_path: Path, label: 
 
 
 def _refusals(rank: int, world: int) -> list[str]:
-    """What is said of a model that runs its layers as one operation, and of weights that are cut once more."""
+    """What is said of a model that runs its layers as one operation, and of clipping weights cut once more."""
     said = []
     with cpu_megatron(), pytest.MonkeyPatch.context() as patch:
         from megatron.core.transformer.mlp import MLP
@@ -195,7 +195,7 @@ def _refusals(rank: int, world: int) -> list[str]:
         said.append(str(refusal.value))
         patch.undo()
         with pytest.raises(SupportError) as refusal, opened(Cell(**ENGINE), maker("ldadam")) as trainer:
-            trainer.config.gtp_weight_remat_size = 2
+            trainer.config.gtp_weight_remat_size, trainer.config.qk_clip = 2, True
             maker("ldadam")(Cell().optimizer_config(), trainer.chunks)
         said.append(str(refusal.value))
     return said
@@ -204,7 +204,7 @@ def _refusals(rank: int, world: int) -> list[str]:
 def test_what_shows_no_statistics_or_is_cut_once_more_is_refused(engine: Engine) -> None:
     fused, cut = engine["refusals"][0]
     assert "--use-transformer-engine-op-fuser is invalid for MKOR" in fused and "mlp" in fused
-    assert "gtp_weight_remat_size=2 is invalid with --optimizer ldadam" in cut and "use 1" in cut
+    assert "--qk-clip is invalid with --tensor-parallel-num-weight-shards and --optimizer ldadam" in cut
 
 
 # --- the contract -----------------------------------------------------------------------------------------------------
