@@ -9,13 +9,7 @@ from math import prod
 from typing import Any
 
 from deepspeed.checkpoint.affine import AffinePiece, ParamAffineMap
-from deepspeed.checkpoint.constants import (
-    AFFINE_MAP,
-    AUTOEP_PARAM_EP_RANK,
-    AUTOEP_PARAM_LOGICAL_SHAPE,
-    DS_AUTOEP_UC_META,
-    DS_AUTOTP_UC_META,
-)
+from deepspeed.checkpoint.constants import AFFINE_MAP, DS_AUTOTP_UC_META
 from torch import Tensor
 
 from rankwise.layout.layout import LayoutError
@@ -23,10 +17,13 @@ from rankwise.layout.tensor_parallel_shards import TensorParallelShard
 
 __all__ = ["expert_shard", "is_stack", "logical_shape", "shape_here", "tensor_parallel_shard"]
 
+# Names of DeepSpeed 0.19.8; earlier versions do not say which experts a rank has.
+_SHARED_OUT, _SHAPE, _RANK = "ds_autoep_uc_meta", "logical_shape", "ep_rank"
+
 
 def is_stack(parameter: Tensor) -> bool:
     """Whether a parameter is a stack of experts that AutoEP has shared out."""
-    return bool(getattr(parameter, DS_AUTOEP_UC_META, None))
+    return bool(getattr(parameter, _SHARED_OUT, None))
 
 
 def shape_here(parameter: Tensor) -> Sequence[int]:
@@ -37,7 +34,7 @@ def shape_here(parameter: Tensor) -> Sequence[int]:
 
 def logical_shape(parameter: Tensor) -> Sequence[int]:
     """Return the shape of a parameter before AutoEP shared out its experts and ZeRO-3 put a placeholder there."""
-    shape: Sequence[int] | None = (getattr(parameter, DS_AUTOEP_UC_META, None) or {}).get(AUTOEP_PARAM_LOGICAL_SHAPE)
+    shape: Sequence[int] | None = (getattr(parameter, _SHARED_OUT, None) or {}).get(_SHAPE)
     return shape_here(parameter) if shape is None else shape
 
 
@@ -51,10 +48,10 @@ def expert_shard(name: str, parameter: Tensor) -> TensorParallelShard | None:
     Raises:
         LayoutError: Several ranks are said to share an expert, or the stack is not what DeepSpeed's map says.
     """
-    meta: dict[str, Any] | None = getattr(parameter, DS_AUTOEP_UC_META, None)
+    meta: dict[str, Any] | None = getattr(parameter, _SHARED_OUT, None)
     if not meta:
         return None
-    everyone, rank = ParamAffineMap.from_dict(meta[AFFINE_MAP]).pieces_by_rank, meta[AUTOEP_PARAM_EP_RANK]
+    everyone, rank = ParamAffineMap.from_dict(meta[AFFINE_MAP]).pieces_by_rank, meta[_RANK]
     whole = TensorParallelShard(tuple(logical_shape(parameter)), rank, len(everyone))
     local, pieces = tuple(shape_here(parameter)), everyone[rank]
     if sum(piece.numel for piece in pieces) != prod(local) or any(len(piece.locations) != 1 for piece in pieces):

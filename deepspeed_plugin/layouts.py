@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from deepspeed_plugin import auto_tp
 from deepspeed_plugin.affine_maps import logical_shape
 from deepspeed_plugin.experts import expert_shards
 from rankwise.comm.local_groups import host_group
+from rankwise.layout.agreement import together
 from rankwise.layout.layout import LayoutError
 from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents, WorkPlace
 from rankwise.layout.tensor_parallel_shards import TensorParallelShard
@@ -76,7 +77,9 @@ class DeepSpeedLayout(LayoutSource):
         self._set: set[str] = set()
         self._data: dist.ProcessGroup = engine.seq_data_parallel_group
         self._cut, holders = auto_tp.is_cut(engine), self._data
-        self._shards: dict[int, TensorParallelShard] = expert_shards(engine.module)
+        self._shards: dict[int, TensorParallelShard] = {}
+        if engine.has_moe_layers:
+            self._shards = together(partial(expert_shards, engine.module), holders)
         if self._cut:
             assert dist.group.WORLD is not None
             self._shards, holders = auto_tp.shards(engine.module), dist.group.WORLD

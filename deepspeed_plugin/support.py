@@ -70,7 +70,7 @@ def refuse_settings(engine: DeepSpeedEngine, name: str) -> None:
             name,
             "expert layers",
             "in a pipeline" if is_pipeline(engine) else "neither AutoEP nor deepspeed.moe.layer.MoE",
-            "which ranks hold which expert is known of these two without a pipeline only",
+            "which ranks hold which expert is known of these two without a pipeline only, of AutoEP since 0.19.8",
             "use AutoEP (expert_parallel.enabled) under ZeRO stage 1, 2 or 3, or a dense model",
         )
 
