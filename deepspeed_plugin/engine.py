@@ -16,7 +16,7 @@ from deepspeed_plugin.losses import BackwardLosses
 from deepspeed_plugin.monitor import report_health
 from deepspeed_plugin.pipeline import StageLosses, is_pipeline, refuse_if_idle_everywhere, settle_shared_weights
 from deepspeed_plugin.state_access import StateAccess
-from deepspeed_plugin.support import refuse_masters, refuse_settings, refuse_wrapper
+from deepspeed_plugin.support import refuse_built_before, refuse_masters, refuse_settings, refuse_wrapper
 from rankwise.routing.patterns import refuse_unmatched, refuse_unmatched_everywhere
 from rankwise.routing.roles import annotate
 from rankwise.step.optimizer import ShardedOptimizer
@@ -45,6 +45,7 @@ def prepare(engine: DeepSpeedEngine, client_optimizer: Any) -> None:
     if is_pipeline(engine):
         settle_shared_weights(engine.module)
     if isinstance(client_optimizer, ShardedOptimizer):
+        refuse_built_before(engine, client_optimizer)
         client_optimizer.reroute()
 
 

@@ -11,12 +11,12 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
 from deepspeed_plugin.auto_tp import is_cut, tensor_ranks
-from deepspeed_plugin.experts import are_cut_alike, are_known, are_native
+from deepspeed_plugin.experts import are_cut_alike, are_known, are_native, stacks_of
 from deepspeed_plugin.pipeline import is_pipeline
 from rankwise.options.validation import OptionError
 from rankwise.step.optimizer import ShardedOptimizer, living_optimizers
 
-__all__ = ["refuse_masters", "refuse_replaced", "refuse_settings", "refuse_wrapper"]
+__all__ = ["refuse_built_before", "refuse_masters", "refuse_replaced", "refuse_settings", "refuse_wrapper"]
 
 
 def refuse_settings(engine: DeepSpeedEngine, name: str) -> None:
@@ -56,6 +56,14 @@ def refuse_settings(engine: DeepSpeedEngine, name: str) -> None:
             "a GradScaler on every rank then decides by that rank's gradients alone whether to step, so that ranks "
             "would wait for each other",
             "use bfloat16, or the fp16 block",
+        )
+    if engine.has_moe_layers and engine.sequence_parallel_size > 1 and stacks_of(engine.module):
+        _refuse(
+            name,
+            "sequence_parallel_size",
+            engine.sequence_parallel_size,
+            "which ranks share an expert of AutoEP is known without sequence parallelism only",
+            "leave out sequence parallelism, or expert_parallel",
         )
     if engine.zero_elastic_checkpoint():
         _refuse(
@@ -174,6 +182,22 @@ def _refuse_beside_autotp(engine: DeepSpeedEngine, name: str) -> None:
             tensor_ranks(engine),
             f"which ranks hold what is known of AutoTP with data parallelism alone, not with {' and '.join(dividing)}",
             "leave it out, or what is beside it",
+        )
+
+
+def refuse_built_before(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
+    """Refuse a user's optimizer whose experts AutoEP has replaced since it was built.
+
+    Raises:
+        OptionError: The message says to name the type in the JSON.
+    """
+    if stacks_of(engine.module):
+        _refuse(
+            optimizer.spec.name,
+            "optimizer",
+            "an instance beside expert_parallel",
+            "AutoEP replaces the experts' weights while the engine is built, so that the optimizer knows others",
+            "name the type in the JSON's optimizer block",
         )
 
 

@@ -256,7 +256,8 @@ def _cut(known: Saved | Present) -> tuple[Any, ...]:
     settings = (*(block.get(key) for key in sizes), *types, *narrow, config.get("data_types"))
     shared_out = config.get("expert_parallel") or {}
     experts = shared_out.get("autoep_size") or 1 if shared_out.get("enabled") else None
-    return known.ranks, known.stage, settings, known.sub_groups, experts
+    order = config.get("use_data_before_expert_parallelism") or False
+    return known.ranks, known.stage, settings, known.sub_groups, experts, order
 
 
 def _inherits(saved: Saved, present: Present, wanted: Wanted) -> bool:

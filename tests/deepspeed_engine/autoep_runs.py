@@ -117,9 +117,17 @@ def engine_of(cell: Cell, world: int, seed: int = 0, freeze: str | None = None) 
     if freeze is not None:
         source = {"w1": "gate_up_proj", "w2": "down_proj", "w3": "gate_up_proj"}[freeze]
         getattr(model.model.layers[0].mlp.experts, source).requires_grad_(False)
+    return initialized(model, cell, world)
+
+
+def initialized(model: nn.Module, cell: Cell, world: int, optimizer: Any = None) -> Any:
+    """An engine around a model, with the optimizer of the configuration or a user's."""
+    config = cell.config_on(world)
+    if optimizer is not None:
+        del config["optimizer"]
     # DeepSpeed 0.19.8 asks transformers 5.24 for router logits in a way that it does not know; none are asked for here.
     with mock.patch.object(output_capturing, "_CAN_RECORD_REGISTRY", None):
-        return deepspeed.initialize(model=model, config=cell.config_on(world))[0]
+        return deepspeed.initialize(model=model, config=config, optimizer=optimizer)[0]
 
 
 def tokens() -> Tensor:

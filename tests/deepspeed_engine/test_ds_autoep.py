@@ -17,6 +17,7 @@ from ds_harness import REFERENCE, run_ranks
 
 from deepspeed_plugin.checkpoints import CheckpointError
 from deepspeed_plugin.checkpoints.converting import convert
+from deepspeed_plugin.registry import build
 from rankwise.comm.exchange import MatrixExchange
 from rankwise.kernels import lists
 from rankwise.kernels.dispatch import using
@@ -173,6 +174,12 @@ def _refusals(rank: int, world: int, folder: str) -> list[str]:
     runs.train(engine, trained, rank, world, range(1))
     engine.save_checkpoint(folder, tag="saved")
     said = []
+    model = runs.model_of(trained)
+    mine = build("LDAdam", list(model.parameters()), **trained.block["params"])
+    try:
+        runs.initialized(model, trained, world, optimizer=mine)
+    except OptionError as refusal:
+        said.append(str(refusal))
     for cell, loads, frozen in (
         (Cell("LDAdam", stage=0), False, None),
         (Cell("LDAdam", stage=1, config=half), False, None),
@@ -192,6 +199,7 @@ def _refusals(rank: int, world: int, folder: str) -> list[str]:
 
 def test_what_cannot_be_done_is_refused_alike(tmp_path: Path) -> None:
     words = (
+        "optimizer='an instance beside expert_parallel' is invalid",
         "expert layers under='LDAdam'",
         "expert layers under='BF16_Optimizer'",
         "mlp.experts.w1",
