@@ -173,8 +173,13 @@ def whole_model(cell: Cell) -> nn.Module:
     return model
 
 
-def run_whole(cell: Cell) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Initial and final weights of one process of plain PyTorch."""
+def run_whole(cell: Cell, shares: int = 1) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Initial and final weights of one process of plain PyTorch.
+
+    Args:
+        cell: The run.
+        shares: Into how many equal parts each micro-batch is cut: the same samples, their gradients rounded otherwise.
+    """
     model = whole_model(cell)
     initial = named_weights(model)
     annotate(model)
@@ -189,11 +194,11 @@ def run_whole(cell: Cell) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]
     x = tokens()
     for step in range(STEPS):
         model.zero_grad()
-        for micro in range(ACCUMULATION):
-            loss = model(input_ids=x[step, micro], labels=x[step, micro]).loss
+        for mine in (part for batch in x[step] for part in batch.chunk(shares)):
+            loss = model(input_ids=mine, labels=mine).loss
             if captured:
                 optimizer.record_loss(loss)
-            (loss / ACCUMULATION).backward()
+            (loss / (ACCUMULATION * shares)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
         optimizer.step()
     return initial, named_weights(model)
