@@ -112,11 +112,11 @@ def test_experts_follow_one_process_and_resume(grid: str, tmp_path: Path) -> Non
     for cell, *ranks in zip(cells, *results, strict=True):
         assert all(same for _, same in ranks), f"{cell.name}: the resumed run ended elsewhere"
         initial, expected = runs.run_whole(cell)
-        errors[cell] = ds.error(_joined(weights for weights, _ in ranks), expected, initial)
-    floor = max(errors.pop(cells[-1]), 1e-6)
-    far = {cell: error for cell, error in errors.items() if not error <= ALLOWED * floor}
+        errors[cell.name] = ds.error(_joined(weights for weights, _ in ranks), expected, initial)
+    floor = max(errors.pop(REFERENCE), 1e-6)
+    far = {name: error for name, error in errors.items() if not error <= ALLOWED * floor}
     # What rounding does to the type's own rule, in one process, may be more.
-    assert all(error <= ALLOWED * _response(cell) for cell, error in far.items()), (errors, floor)
+    assert all(error <= ALLOWED * _response(Cell(name, **common)) for name, error in far.items()), (errors, floor)
 
 
 # --- other ranks, other stages ---------------------------------------------------------------------------------------
