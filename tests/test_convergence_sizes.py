@@ -18,7 +18,6 @@ from benchmarks.convergence.runner import schedule, train
 from benchmarks.convergence.sizes import CELLS, CONTENDERS, Cell
 from benchmarks.convergence.sizes_page import (
     differences,
-    exponent,
     follows,
     gains,
     sizes_page,
@@ -57,25 +56,6 @@ def row(run: Any, loss: float) -> dict[str, Any]:
     where = {"device": "one", "threads": 1, "torch": "2", "python": "3", "rankwise": "0", "date": "2030-01-02"}
     figures = {"validation_loss": loss, "seconds": 2.0 * run.steps, "state_bytes": 80, "parameters": 10}
     return {"run": fields, "diverged": False, **figures, **where}
-
-
-def test_a_gain_that_shrinks_by_a_power_has_that_exponent(tmp_path: Path) -> None:
-    def loss(cell: Cell, name: str, seed: int) -> float:
-        gain = 0.0 if name == "AdamW" else 0.1 * (cell.parameters / 75_072) ** (-0.3 - 0.01 * seed)
-        return 2.0 + 0.1 * seed - gain
-
-    found = exponent("Muon", planted(tmp_path, ("AdamW", "Muon"), loss))
-    assert found is not None and found.mean == pytest.approx(-0.32) and found.count == 3
-    assert found.half == pytest.approx(4.3027 * 0.01 / 3**0.5, rel=1e-4)
-
-
-def test_no_exponent_where_the_sign_changes_or_sizes_are_few(tmp_path: Path) -> None:
-    def crossing(cell: Cell, name: str, seed: int) -> float:
-        return 2.0 + (name != "AdamW") * (0.01 if cell.parameters > 10**6 and seed == 3 else -0.1)
-
-    assert exponent("Muon", planted(tmp_path, ("AdamW", "Muon"), crossing)) is None
-    two = tuple(cell for cell in CELLS if cell.bytes_each == 20)[:2]
-    assert exponent("Muon", planted(tmp_path, ("AdamW", "Muon"), lambda _, name, seed: len(name), two)) is None
 
 
 def test_differences_are_paired_by_seed(tmp_path: Path) -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from benchmarks.convergence.experiment import Experiment
 
 __all__ = ["app"]
 
@@ -16,6 +20,7 @@ app = typer.Typer()
 
 FOLDER = Path("docs/data/convergence")
 PAGE = Path("docs/evidence.md")
+UNFINISHED = Path("build/convergence")
 
 
 @app.command()
@@ -27,22 +32,53 @@ def convergence(
     minutes: Annotated[float, typer.Option(help="Begin no run after so many.")] = float("inf"),
     again: Annotated[bool, typer.Option(help="Repeat what is recorded, and print both; writes nothing.")] = False,
     missing: Annotated[bool, typer.Option(help="Run nothing: say what is yet to be run.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, or cuda, where E13 and E9 are the default.")] = "cpu",
+    beside: Annotated[int, typer.Option(min=1, help="Runs at a time, a process each; they go by worth.")] = 1,
+    unfinished: Annotated[Path, typer.Option(help="Folder of the runs that the end of the minutes cut.")] = UNFINISHED,
+    times: Annotated[
+        bool, typer.Option(help="Measure E13's missing step times, with the device to themselves.")
+    ] = False,
 ) -> None:
     """Try what the papers claim, on real data against tuned baselines; goes on where it was stopped."""
     import torch
 
     from benchmarks.convergence.experiments import chosen
+    from benchmarks.convergence.queue import missing_rows, work_beside
     from benchmarks.convergence.results import Results
+    from benchmarks.convergence.runner import Place
     from benchmarks.convergence.session import compare, missing_runs, work
+    from benchmarks.convergence.step_times import measure_times
 
-    try:
-        wanted = [(experiment, tuple(map(experiment.contender, contender or ()))) for experiment in chosen(only)]
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    os.nice(19)
-    torch.set_num_threads(cores)
     found = Results(results)
     end = time.monotonic() + 60.0 * minutes
+    try:
+        place = Place(torch.device(device), end, unfinished)
+        names = only or ("E13,E9" if place.device.type != "cpu" else "")
+        wanted = [(one, tuple(map(one.contender, contender or ()))) for one in chosen(names, found)]
+    except (ValueError, RuntimeError) as error:
+        raise typer.BadParameter(str(error)) from error
+    if place.device.type == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("--device is cuda, and torch finds no such device here; it must be cpu")
+    os.nice(19)
+    torch.set_num_threads(cores)
+    if times:
+        for line in measure_times(results, place):
+            print(line, flush=True)
+        return
+    if not (again or missing) and (place.device.type != "cpu" or beside > 1):
+        _check_text(experiment for experiment, _ in wanted)
+        picked = {one.name for one in wanted[0][1]} if contender else None
+        experiments = [experiment for experiment, _ in wanted]
+        for line in work_beside(
+            experiments,
+            found,
+            place,
+            beside,
+            threads=cores,
+            wanted=lambda entry: picked is None or entry.contender in picked,
+        ):
+            print(line, flush=True)
+        return
     for experiment, contenders in wanted:
         if missing:
             least, unknown = missing_runs(experiment, found)
@@ -57,6 +93,41 @@ def convergence(
         except ModuleNotFoundError as error:  # the digits' package
             print(f"{experiment.name}: {error}")
             raise typer.Exit(1) from error
+    if missing and not only:
+        for line in missing_rows(found, place.name):
+            print(line)
+
+
+def _check_text(experiments: Iterable[Experiment]) -> None:
+    """Refuse to start runs whose text is not there, before each of them does."""
+    from benchmarks.convergence.data import packaged_text
+
+    try:
+        for text in {(one.task["corpus"], "bytes") for one in experiments if "corpus" in one.task}:
+            packaged_text(*text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@app.command()
+def corpus(
+    output: Annotated[Path, typer.Option(help="Folder to write to; RANKWISE_CORPUS names another than this.")] = Path(
+        "build/corpus"
+    ),
+) -> None:
+    """Build the text of E13 from packages: natural language and code, held out by checksum; the same bytes everywhere.
+
+    The packages come from the registries that apt-get and pip know here.
+    """
+    from benchmarks.convergence.corpus import build, licences
+
+    try:
+        facts = build(output)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    print(licences(facts))
+    for part in ("train", "held-out"):
+        print(f"{part}: {facts[part]['bytes']:,} bytes, sha256 {facts[part]['sha256']}")
 
 
 @app.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
+import os
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 from rankwise.launch.data import Corpus, load_corpus, load_tokenizer
 
-__all__ = ["images", "text"]
+__all__ = ["images", "packaged_text", "text"]
 
 _HELD_OUT = 10  # every tenth image
 
@@ -65,3 +66,15 @@ def images(name: str, pixels: int) -> tuple[Tensor, Tensor]:
 def text() -> Corpus:
     """Bytes of the Python standard library, as ``make train`` takes them, a file either trained on or held out."""
     return load_corpus(None, load_tokenizer("bytes"), Path(tempfile.gettempdir()) / "rankwise-corpus")
+
+
+def packaged_text(name: str, tokens: str) -> Corpus:
+    """The text that ``python -m benchmarks corpus`` has built, in the folder RANKWISE_CORPUS or build/corpus.
+
+    Args:
+        name: Name that it must have: figures of other text are others.
+        tokens: "bytes", or "bpe" and the number of tokens.
+    """
+    from benchmarks.convergence.corpus import FOLDER, load
+
+    return load(Path(os.environ.get("RANKWISE_CORPUS", FOLDER)), name, tokens)

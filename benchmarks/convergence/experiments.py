@@ -5,8 +5,10 @@ from __future__ import annotations
 from benchmarks.convergence.autoencoders import E1, E2
 from benchmarks.convergence.experiment import Claim, Contender, Experiment
 from benchmarks.convergence.factor_sources import E12
+from benchmarks.convergence.ladder import ladder
 from benchmarks.convergence.language_models import E3, E4, E5
 from benchmarks.convergence.rates import RATES
+from benchmarks.convergence.results import Results
 from benchmarks.convergence.sizes import CELLS
 from benchmarks.convergence.variations import VARIATIONS
 
@@ -36,14 +38,18 @@ CHECK = Experiment(
 """Not on the page."""
 
 
-def chosen(names: str) -> list[Experiment]:
-    """Experiments from names separated by commas; empty for all of the page, "E9" and "E11" for all of theirs.
+def chosen(names: str, results: Results) -> list[Experiment]:
+    """Experiments from names separated by commas; empty for all of the page, "E9", "E11" and "E13" for all of theirs.
+
+    Args:
+        names: The names.
+        results: What has been run: E13's rates at the larger sizes follow from it.
 
     Raises:
         ValueError: There is none of that name.
     """
     wanted = [name.strip().upper() for name in names.split(",") if name.strip()] or list(EXPERIMENTS)
-    families = {"E9": list(CELLS.values()), "E11": list(VARIATIONS)}
+    families = {"E9": list(CELLS.values()), "E11": list(VARIATIONS), "E13": list(ladder(results).values())}
     members = [experiment for family in families.values() for experiment in family]
     single = {experiment.name.upper(): experiment for experiment in (*members, *EXPERIMENTS.values(), CHECK, RATES)}
     known = families | {name: [experiment] for name, experiment in single.items()}

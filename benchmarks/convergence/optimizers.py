@@ -43,6 +43,21 @@ class Joined:
         for part in self._parts:
             part.step()
 
+    @property
+    def saved_parts(self) -> tuple[torch.optim.Optimizer, ...]:
+        """All that has states."""
+        return self._parts
+
+    def state_dict(self) -> dict[str, Any]:
+        """States of all parts, one after the other."""
+        return {"parts": [part.state_dict() for part in self.saved_parts]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See torch."""
+        for part, state in zip(self.saved_parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self.param_groups = [group for part in self._parts for group in part.param_groups]
+
 
 def _matrices(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """Weights of linear layers, without a head that is an embedding too; and the other parameters."""
@@ -110,6 +125,16 @@ class MKORAndMuon(Joined):
         """States of all parts, and MKOR's factors."""
         return {**super().state, **self.mkor.matrix_states.everything()}
 
+    @property
+    def needs_capture(self) -> bool:
+        """Whether hooks have to run."""
+        return bool(self.mkor.needs_capture)
+
+    @property
+    def saved_parts(self) -> tuple[torch.optim.Optimizer, ...]:
+        """See the base class."""
+        return (*self._parts, self.mkor)
+
     @torch.no_grad()
     def step(self) -> None:
         """See torch."""
@@ -135,6 +160,8 @@ class GradientFactorsAndAdamW(Joined):
         weight_decay: Of AdamW.
         options: Of the factors, see :class:`benchmarks.convergence.rivals.GradientFactors`.
     """
+
+    resumes = False  # its factors are not saved
 
     def __init__(
         self, model: nn.Module, lr: float, betas: tuple[float, float], weight_decay: float, **options: Any

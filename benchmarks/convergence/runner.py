@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
+import statistics
 import time
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +20,7 @@ from benchmarks.step import environment
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.version import __version__
 
-__all__ = ["schedule", "train"]
+__all__ = ["Place", "schedule", "step_milliseconds", "train"]
 
 _WARMUP = 0.05
 _DECAY = 0.2
@@ -38,62 +43,188 @@ def schedule(step: int, steps: int, shape: str = "cosine") -> float:
     return 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
 
-def train(run: Run) -> dict[str, Any]:
-    """Do a run.
+@dataclass(frozen=True)
+class Place:
+    """Where runs are done, and how a run that takes longer goes on later.
+
+    Attributes:
+        device: Device of model, data and optimizer.
+        end: End of ``time.monotonic()``, at which a run is put aside.
+        folder: Folder of the runs that were put aside; None: every run is done at once.
+        every: Seconds between two times that a run is saved there.
+    """
+
+    device: torch.device = torch.device("cpu")
+    end: float = math.inf
+    folder: Path | None = None
+    every: float = 60.0
+
+    @property
+    def name(self) -> str:
+        """Name of the device."""
+        return str(environment(self.device)["device"])
+
+    def file(self, run: Run) -> Path | None:
+        """Where a run is put aside; other devices have other files, for they round otherwise."""
+        if self.folder is None:
+            return None
+        text = run.key + self.name + torch.__version__ + __version__
+        return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.pt"
+
+
+class _Course:
+    """A run on its way: task, optimizer, and what has been seen of the losses."""
+
+    def __init__(self, run: Run, device: torch.device) -> None:
+        self.run, self.device = run, device
+        self.task = make_task({key: value for key, value in run.task.items() if key != "schedule"}, run.seed, device)
+        self.optimizer = make_optimizer(run.optimizer, self.task.model, run.lr, run.options)
+        self.peaks = [group["lr"] for group in self.optimizer.param_groups]
+        self.step, self.curve, self.seconds, self.error = 0, list[float](), 0.0, ""
+        self.total = torch.zeros((), device=device)
+        self.hybrid = isinstance(self.optimizer, ShardedOptimizer) and self.optimizer.needs_loss
+        self.switched_at: int | None = None
+        # Hooks do not run when a graph is replayed.
+        if not getattr(self.optimizer, "needs_capture", False):
+            self.task.capture()
+
+    @property
+    def over(self) -> bool:
+        lost = bool(self.error) or bool(self.curve) and not math.isfinite(self.curve[-1])
+        return lost or self.step == self.run.steps
+
+    def advance(self) -> None:
+        """Take a step."""
+        run, task, optimizer, step = self.run, self.task, self.optimizer, self.step
+        for group, peak in zip(optimizer.param_groups, self.peaks, strict=True):
+            group["lr"] = peak * schedule(step, run.steps, run.task.get("schedule", "cosine"))
+        if run.options.get("exact"):
+            task.gradient(step + 1)
+            optimizer.record_reference()
+        if not task.keeps_gradients:
+            optimizer.zero_grad()
+        loss = task.gradient(step)
+        if self.hybrid:
+            optimizer.record_loss(loss)
+        try:
+            optimizer.step()
+        except _NO_ANSWERS:
+            raise
+        except RuntimeError as raised:  # a factor that cannot be inverted, or too many steps that were not finite
+            self.error = str(raised).splitlines()[0]
+            return
+        if self.hybrid and self.switched_at is None and optimizer.switched:
+            self.switched_at = step
+        self.total += loss
+        self.step += 1
+        starts = _starts(run.steps)
+        if self.step in starts:
+            self.curve.append(float(self.total) / (self.step - starts[starts.index(self.step) - 1]))
+            self.total.zero_()
+
+    def save(self, path: Path) -> None:
+        """Write all that the rest of the run depends on; the file is whole or not there."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = {name: getattr(self, name) for name in _KEPT}
+        kept |= {"key": self.run.key, "model": self.task.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        kept["random"] = torch.get_rng_state()
+        if self.device.type == "cuda":
+            kept["random there"] = torch.cuda.get_rng_state(self.device)
+        new = path.with_suffix(f".{os.getpid()}")
+        torch.save(kept, new)
+        new.replace(path)
+
+    def load(self, path: Path) -> None:
+        """Go on from what :meth:`save` wrote."""
+        kept = torch.load(path, map_location="cpu", weights_only=True)
+        self.task.model.load_state_dict(kept["model"])
+        self.optimizer.load_state_dict(kept["optimizer"])
+        for name in _KEPT:
+            setattr(self, name, kept[name])
+        self.total = self.total.to(self.device)
+        self.task.begin_at(self.step)
+        torch.set_rng_state(kept["random"])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(kept["random there"], self.device)
+
+
+_KEPT = ("step", "curve", "total", "seconds", "error", "switched_at")
+_NO_ANSWERS = (torch.OutOfMemoryError, *((torch.AcceleratorError,) if hasattr(torch, "AcceleratorError") else ()))
+"""Errors that say nothing of the optimizer: a run that meets one has no row."""
+
+
+def train(run: Run, place: Place = Place()) -> dict[str, Any] | None:  # noqa: B008 - it is frozen
+    """Do a run, or go on with it.
+
+    Args:
+        run: It.
+        place: Where, and until when.
 
     Returns:
         A row: the run, its figures at the end, the mean loss of each twentieth of its steps, seconds, bytes of the
         optimizer's states, and where it ran; of MKOR-H the step that dropped its factors, or None. A run whose loss
-        stops being finite ends there, with ``diverged``.
+        stops being finite ends there, with ``diverged``. None: the run was put aside, and goes on bit for bit when it
+        is called again.
     """
-    task = make_task({key: value for key, value in run.task.items() if key != "schedule"}, run.seed)
-    shape = run.task.get("schedule", "cosine")
-    optimizer = make_optimizer(run.optimizer, task.model, run.lr, run.options)
-    peaks = [group["lr"] for group in optimizer.param_groups]
-    started = time.perf_counter()
-    starts = _starts(run.steps)
-    curve: list[float] = []
-    total = torch.zeros(())
-    error, switched_at = "", None
-    for step in range(run.steps):
-        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["lr"] = peak * schedule(step, run.steps, shape)
-        if run.options.get("exact"):
-            task.gradient(step + 1)
-            optimizer.record_reference()
-        optimizer.zero_grad()
-        loss = task.gradient(step)
-        hybrid = isinstance(optimizer, ShardedOptimizer) and optimizer.needs_loss
-        if hybrid:
-            optimizer.record_loss(loss)
+    course, path = _Course(run, place.device), place.file(run)
+    if not getattr(course.optimizer, "resumes", hasattr(course.optimizer, "state_dict")):
+        path = None
+    if path is not None and path.exists():
         try:
-            optimizer.step()
-        except RuntimeError as raised:  # a factor that cannot be inverted, or too many steps that were not finite
-            error = str(raised).splitlines()[0]
-            break
-        if hybrid and switched_at is None and optimizer.switched:
-            switched_at = step
-        total += loss
-        if step + 1 in starts:
-            curve.append(float(total) / (step + 1 - starts[starts.index(step + 1) - 1]))
-            total.zero_()
-            if not math.isfinite(curve[-1]):
-                break
-    seconds = time.perf_counter() - started
-    figures = task.figures()
-    diverged = bool(error) or not all(map(math.isfinite, (*figures.values(), *curve)))
+            course.load(path)
+        except Exception:  # whatever a broken file holds: the run begins again, and gives the same figures
+            course = _Course(run, place.device)
+    began, saved = time.perf_counter() - course.seconds, time.monotonic()
+    while not course.over:
+        now = time.monotonic()
+        if path is not None and (now > place.end or now - saved > place.every):
+            course.seconds = time.perf_counter() - began
+            course.save(path)
+            if now > place.end:
+                return None
+            saved = time.monotonic()
+        course.advance()
+    row = _row(course, time.perf_counter() - began)
+    if path is not None:
+        path.unlink(missing_ok=True)
+    return row
+
+
+def _row(course: _Course, seconds: float) -> dict[str, Any]:
+    if course.device.type == "cuda":
+        torch.cuda.synchronize(course.device)
+    figures = course.task.figures()
+    diverged = bool(course.error) or not all(map(math.isfinite, (*figures.values(), *course.curve)))
     return {
-        "run": {name: getattr(run, name) for name in ("task", "optimizer", "options", "lr", "steps", "seed")},
+        "run": {name: getattr(course.run, name) for name in ("task", "optimizer", "options", "lr", "steps", "seed")},
         "diverged": diverged,
-        **({"error": error} if error else {}),
-        **({"switched_at": switched_at} if hybrid else {}),
+        **({"error": course.error} if course.error else {}),
+        **({"switched_at": course.switched_at} if course.hybrid else {}),
         **({} if diverged else figures),
-        "curve": [] if diverged else [float(f"{value:.5g}") for value in curve],
+        "curve": [] if diverged else [float(f"{value:.5g}") for value in course.curve],
         "seconds": round(seconds, 2),
-        "state_bytes": _state_bytes(optimizer),
-        "parameters": sum(parameter.numel() for parameter in task.model.parameters()),
-        **_where(),
+        "state_bytes": _state_bytes(course.optimizer),
+        "parameters": sum(parameter.numel() for parameter in course.task.model.parameters()),
+        **_where(course.device),
     }
+
+
+def step_milliseconds(run: Run, device: torch.device, steps: int = 20) -> float:
+    """Median time of a whole step, in milliseconds, of a process that has the device to itself.
+
+    Args:
+        run: Its task, optimizer and options count.
+        device: Device.
+        steps: Steps that are timed, after a quarter as many that are not.
+    """
+    course, times = _Course(run, device), []
+    for _ in range(steps + steps // 4 + 1):
+        began = time.perf_counter()
+        course.advance()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times[-steps:])
 
 
 def _starts(steps: int) -> list[int]:
@@ -116,6 +247,6 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return []
 
 
-def _where() -> dict[str, Any]:
-    where = environment(torch.device("cpu"))
+def _where(device: torch.device) -> dict[str, Any]:
+    where = environment(device)
     return {key: where[key] for key in ("device", "threads", "torch", "python", "date")} | {"rankwise": __version__}

@@ -15,6 +15,7 @@ __all__ = [
     "final_figures",
     "final_runs",
     "known_figures",
+    "missing_at_once",
     "next_exponent",
     "next_run",
     "trial_runs",
@@ -41,14 +42,16 @@ def next_exponent(figures: Mapping[int, float], trials: int) -> int | None:
 
     Args:
         figures: Figures of the exponents tried so far, infinity where a run diverged.
-        trials: To be made in any case.
+        trials: To be made in any case, three or more; one: nothing is searched.
 
     Returns:
         An exponent, or None if the search is over.
     """
-    for first in (0, -1, 1):
+    for first in (0, -1, 1)[:trials]:
         if first not in figures:
             return first
+    if trials == 1:  # a rate that is not searched
+        return None
     low, high = min(figures), max(figures)
     # Where all diverge, the lowest rate is the best of them.
     best = min(figures, key=lambda exponent: (figures[exponent], exponent))
@@ -111,12 +114,17 @@ def known_figures(experiment: Experiment, contender: Contender, results: Results
     return [figure for figure in final_figures(experiment, contender, results) if figure is not None]
 
 
-def _missing(experiment: Experiment, contender: Contender, results: Results) -> Iterator[Run]:
+def missing_at_once(experiment: Experiment, contender: Contender, results: Results) -> Iterator[Run]:
+    """A contender's runs that are known to be wanted and depend on no other that is missing, in the order of worth."""
     runs: list[Run] = []
     for setting in contender.settings:
-        exponent = next_exponent(tried(experiment, contender, setting, results), experiment.trials)
-        if exponent is not None:
+        figures = tried(experiment, contender, setting, results)
+        # The first trials do not depend on each other: with any figure they come next.
+        while (exponent := next_exponent(figures, experiment.trials)) is not None:
             runs += trial_runs(experiment, contender, setting, exponent)
+            figures = {**figures, exponent: 0.0}
+            if len(figures) >= min(3, experiment.trials) or exponent not in (0, -1, 1):
+                break
     runs = runs or final_runs(experiment, contender, results) or []
     return (run for run in runs if run not in results)
 
@@ -132,5 +140,5 @@ def next_run(experiment: Experiment, results: Results, contenders: tuple[Contend
     Returns:
         A run that is not among the results, or None if the experiment is complete.
     """
-    runs = (run for one in contenders or experiment.contenders for run in _missing(experiment, one, results))
-    return next(runs, None)
+    wanted = contenders or experiment.contenders
+    return next((run for one in wanted for run in missing_at_once(experiment, one, results)), None)

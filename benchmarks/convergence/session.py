@@ -10,7 +10,7 @@ from benchmarks.convergence.results import Results, Row
 from benchmarks.convergence.runner import train
 from benchmarks.convergence.search import final_runs, next_exponent, next_run, tried
 
-__all__ = ["compare", "done", "missing_runs", "work"]
+__all__ = ["compare", "done", "line_of", "missing_runs", "work"]
 
 
 def work(experiment: Experiment, contenders: tuple[Contender, ...], results: Results, end: float) -> Iterator[str]:
@@ -42,8 +42,9 @@ def done(run: Run, name: str, metric: str, results: Results) -> str:
         A line about it.
     """
     row = train(run)
+    assert row is not None  # without an end
     results.write(name, row)
-    return f"{name} {_line(run, row, metric)}"
+    return f"{name} {line_of(run, row, metric)}"
 
 
 def compare(experiment: Experiment, contenders: tuple[Contender, ...], results: Results) -> Iterator[str]:
@@ -63,7 +64,9 @@ def compare(experiment: Experiment, contenders: tuple[Contender, ...], results: 
             recorded = results.figure(run, experiment.metric)
             if recorded is not None:
                 found = True
-                line = _line(run, train(run), experiment.metric)
+                row = train(run)
+                assert row is not None
+                line = line_of(run, row, experiment.metric)
                 yield f"{experiment.name} {contender.name}: {line}, recorded {recorded:.4f}"
     if not found:
         yield f"{experiment.name}: no fresh seeds are recorded yet; without --again they are run"
@@ -77,7 +80,7 @@ def missing_runs(experiment: Experiment, results: Results) -> tuple[int, int]:
         if finals is not None:
             least += sum(run not in results for run in finals)
             continue
-        unknown += 1
+        unknown += experiment.trials > 1
         for setting in contender.settings:
             figures = tried(experiment, contender, setting, results)
             if next_exponent(figures, experiment.trials) is not None:
@@ -85,7 +88,14 @@ def missing_runs(experiment: Experiment, results: Results) -> tuple[int, int]:
     return least, unknown
 
 
-def _line(run: Run, row: Row, metric: str) -> str:
+def line_of(run: Run, row: Row, metric: str) -> str:
+    """A line about a run.
+
+    Args:
+        run: It.
+        row: What it gave.
+        metric: Which figure is told.
+    """
     figure = "diverged" if row["diverged"] else f"{row[metric]:.4f}"
     options = " ".join(f"{name}={value}" for name, value in run.options.items())
     return f"{run.optimizer} {options} lr {run.lr:.3g} steps {run.steps} seed {run.seed}: {figure}, {row['seconds']} s"

@@ -7,15 +7,20 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.convergence.data import images, text
+from benchmarks.convergence.data import images, packaged_text, text
+from benchmarks.gpu.whole_models import LanguageModel as Network
+from benchmarks.gpu.whole_models import Shape
 from rankwise.launch.models import build_model
 from rankwise.launch.sampler import WindowSampler, validation_batches
 
-__all__ = ["Task", "make_task"]
+__all__ = ["Task", "captured", "make_task", "shape_of"]
+
+_CPU = torch.device("cpu")
 
 
 class Task(ABC):
@@ -24,10 +29,19 @@ class Task(ABC):
     Attributes:
         model: With weights drawn from the seed.
         clip: Largest norm of the whole gradient, if there is one.
+        keeps_gradients: Whether gradients stay where they are in memory, so that nobody may set them to None.
     """
 
     model: nn.Module
     clip: float | None = None
+    keeps_gradients = False
+
+    def begin_at(self, step: int) -> None:  # noqa: B027 - most tasks have nothing to do
+        """Go on at a step, as if those before it had been taken; the model's weights are the caller's."""
+
+    def capture(self) -> bool:
+        """Make of forward and backward a graph that is replayed, where the task can; whether it did."""
+        return False
 
     @abstractmethod
     def loss(self, step: int) -> Tensor:
@@ -58,8 +72,10 @@ class Autoencoder(Task):
         seed: Seed of weights and order.
     """
 
-    def __init__(self, data: str, pixels: int, widths: tuple[int, ...], batch: int, seed: int) -> None:
-        self.train, self.held_out = images(data, pixels)
+    def __init__(
+        self, data: str, pixels: int, widths: tuple[int, ...], batch: int, seed: int, device: torch.device = _CPU
+    ) -> None:
+        self.train, self.held_out = (rows.to(device) for rows in images(data, pixels))
         self.batch = batch
         self._order = torch.Generator().manual_seed(seed)
         self._epoch: list[Tensor] = []
@@ -73,6 +89,7 @@ class Autoencoder(Task):
             # With torch's own, a third of that variance, hardly anything reaches the code.
             nn.init.xavier_uniform_(layer.weight)
             nn.init.zeros_(layer.bias)
+        self.model.to(device)
 
     def loss(self, step: int) -> Tensor:
         """See the base class; steps come in order.
@@ -82,11 +99,19 @@ class Autoencoder(Task):
         """
         if step != self._next:
             raise ValueError(f"step {step} comes after {self._next - 1}: the order of the images goes on from there")
+        return self._loss(self.train[self._rows()])
+
+    def begin_at(self, step: int) -> None:
+        """See the base class."""
+        while self._next < step:
+            self._rows()
+
+    def _rows(self) -> Tensor:
         self._next += 1
         if not self._epoch:
             order = torch.randperm(len(self.train), generator=self._order)
             self._epoch = list(order[: len(order) // self.batch * self.batch].split(self.batch))
-        return self._loss(self.train[self._epoch.pop()])
+        return self._epoch.pop()
 
     def everything(self) -> Tensor:
         """The loss on all images of the training set, with its graph."""
@@ -117,6 +142,7 @@ class LanguageModel(Task):
         batch: Samples of a step.
         clip: See the base class.
         seed: Seed of weights and order.
+        device: Where it is trained; weights and windows are those of a CPU.
 
     Attributes:
         validation_windows: How many the validation loss is the mean of.
@@ -125,18 +151,30 @@ class LanguageModel(Task):
     validation_windows = 512
     _AT_ONCE = 64
 
-    def __init__(self, layers: int, hidden: int, heads: int, window: int, batch: int, clip: float, seed: int) -> None:
+    def __init__(
+        self,
+        layers: int,
+        hidden: int,
+        heads: int,
+        window: int,
+        batch: int,
+        clip: float,
+        seed: int,
+        device: torch.device = _CPU,
+    ) -> None:
         self.clip = clip
         self.corpus = text()
         self.window = window
         self._sampler = WindowSampler(self.corpus.train, window, batch, 1, 1, seed)
         torch.manual_seed(seed)
         size = self.corpus.vocab_size
-        self.model = build_model("gpt2", vocab_size=size, layers=layers, hidden=hidden, heads=heads, seq_len=window)
+        model = build_model("gpt2", vocab_size=size, layers=layers, hidden=hidden, heads=heads, seq_len=window)
+        self.model = model.to(device)
+        self._device = device
 
     def loss(self, step: int) -> Tensor:
         """See the base class."""
-        return self._losses(self._sampler.batch(step, 0, 0)).mean()
+        return self._losses(self._sampler.batch(step, 0, 0).to(self._device)).mean()
 
     def _losses(self, tokens: Tensor) -> Tensor:
         logits = self.model(tokens[:, :-1]).logits
@@ -147,19 +185,167 @@ class LanguageModel(Task):
     def figures(self) -> dict[str, float]:
         """See the base class."""
         batches = validation_batches(self.corpus.validation, self.window, self.validation_windows, self._AT_ONCE, 0, 1)
-        losses = torch.cat([self._losses(tokens) for tokens, _ in batches])
+        losses = torch.cat([self._losses(tokens.to(self._device)) for tokens, _ in batches])
         return {"validation_loss": float(losses.mean())}
 
 
-_TASKS: dict[str, Callable[..., Task]] = {"autoencoder": Autoencoder, "language model": LanguageModel}
+class Decoder(Task):
+    """GPT-2's shape, of torch alone, on the packaged text; windows are cut out on the device, and graphs can be made.
+
+    Args:
+        layers: Blocks.
+        hidden: Width.
+        heads: Heads of attention.
+        window: Tokens that a sample predicts.
+        batch: Samples of a step.
+        clip: See the base class.
+        corpus: Name of the text, see :mod:`benchmarks.convergence.corpus`.
+        tokens: "bytes", or "bpe" and the number of tokens: byte pairs that were learned from the text itself.
+        products: Type of the products of forward and backward, "bfloat16" (by autocast) or "float32".
+        parts: Equal parts of a batch that go through the model one after the other, for want of memory.
+        seed: Seed of weights and order.
+        device: Where it is trained; weights and windows are those of a CPU.
+
+    Attributes:
+        validation_windows: How many the validation loss is the mean of.
+    """
+
+    validation_windows = 4096
+    _AT_ONCE = 64
+
+    def __init__(
+        self,
+        layers: int,
+        hidden: int,
+        heads: int,
+        window: int,
+        batch: int,
+        clip: float,
+        corpus: str,
+        tokens: str,
+        products: str,
+        parts: int = 1,
+        *,
+        seed: int,
+        device: torch.device = _CPU,
+    ) -> None:
+        if batch % parts:
+            raise ValueError(f"parts is {parts}: it must divide the batch, which has {batch} samples")
+        self.clip, self.window, self._device, self._parts = clip, window, device, parts
+        self.corpus = packaged_text(corpus, tokens)
+        self._train, self._held_out = (_signed(part, device) for part in (self.corpus.train, self.corpus.validation))
+        self._sampler = WindowSampler(self.corpus.train, window, batch, 1, 1, seed)
+        torch.manual_seed(seed)
+        self.model = Network(shape_of(layers, hidden, heads, window, self.corpus.vocab_size)).to(device)
+        self._products = getattr(torch, products)
+        self._reach = torch.arange(window + 1, device=device)
+        self._samples = torch.zeros(batch, window + 1, dtype=torch.long, device=device)
+        self._last = torch.zeros((), device=device)
+        self._passes: Callable[[], None] = self._forward_and_backward
+
+    def loss(self, step: int) -> Tensor:
+        """See the base class."""
+        self._samples.copy_(self._windows(self._train, self._sampler.positions(step)))
+        return self._loss(self._samples)
+
+    def gradient(self, step: int) -> Tensor:
+        """See the base class."""
+        self._samples.copy_(self._windows(self._train, self._sampler.positions(step)))
+        self._passes()
+        return self._last.clone()
+
+    def capture(self) -> bool:
+        """See the base class."""
+        if self._device.type == "cuda" and not self.keeps_gradients:
+            self._passes, self.keeps_gradients = captured(self._forward_and_backward), True
+        return self.keeps_gradients
+
+    def _forward_and_backward(self) -> None:
+        """The gradient of the samples, in place if there is one: what a graph repeats."""
+        parameters = list(self.model.parameters())
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        self._last.zero_()
+        for samples in self._samples.chunk(self._parts):
+            loss = self._loss(samples) / self._parts
+            loss.backward()
+            self._last.add_(loss.detach())
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(parameters, self.clip)
+
+    def _loss(self, samples: Tensor) -> Tensor:
+        with torch.autocast(self._device.type, self._products, self._products != torch.float32):
+            return self.model(samples)
+
+    def _windows(self, tokens: Tensor, starts: np.ndarray[Any, Any]) -> Tensor:
+        # Tokens of two bytes have a sign there, for want of operations without.
+        found = tokens[torch.from_numpy(starts).to(self._device)[:, None] + self._reach].long()
+        return found & 0xFFFF if tokens.dtype == torch.int16 else found
+
+    @torch.no_grad()
+    def figures(self) -> dict[str, float]:
+        """See the base class."""
+        last = len(self._held_out) - self.window - 1
+        starts = np.linspace(0, last, min(self.validation_windows, last // self.window + 1), dtype=np.int64)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for first in range(0, len(starts), self._AT_ONCE):
+            chosen = starts[first : first + self._AT_ONCE]
+            total += len(chosen) * self._loss(self._windows(self._held_out, chosen)).double()
+        return {"validation_loss": float(total) / len(starts)}
 
 
-def make_task(description: Mapping[str, Any], seed: int) -> Task:
+def shape_of(layers: int, hidden: int, heads: int, window: int, tokens: int) -> Shape:
+    """A decoder in GPT-2's shape, its embedding rounded up to 64 rows.
+
+    Args:
+        layers: Blocks.
+        hidden: Width.
+        heads: Heads of attention.
+        window: Longest sample.
+        tokens: Number of different tokens.
+    """
+    rows = -(-tokens // 64) * 64
+    return Shape("gpt2", layers, hidden, heads, heads, 4 * hidden, rows, window, 1, "gpt2-small")
+
+
+def _signed(tokens: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    return torch.from_numpy(tokens.view(np.int16) if tokens.dtype == np.uint16 else tokens).to(device)
+
+
+def captured(work: Callable[[], None], cuda: Any = torch.cuda) -> Callable[[], None]:
+    """A graph of work on the current CUDA device, which reads and writes the same memory whenever it is called.
+
+    Args:
+        work: Called three times before, as libraries need it: what it writes is not what it reads.
+        cuda: What makes streams and graphs.
+    """
+    side = cuda.Stream()
+    side.wait_stream(cuda.current_stream())
+    with cuda.stream(side):
+        for _ in range(3):
+            work()
+    cuda.current_stream().wait_stream(side)
+    graph = cuda.CUDAGraph()
+    with cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+_TASKS: dict[str, Callable[..., Task]] = {
+    "autoencoder": Autoencoder,
+    "language model": LanguageModel,
+    "decoder": Decoder,
+}
+
+
+def make_task(description: Mapping[str, Any], seed: int, device: torch.device = _CPU) -> Task:
     """A task from its description in a :class:`~benchmarks.convergence.experiment.Run`.
 
     Args:
         description: ``kind`` and the keywords of that task.
         seed: Seed of weights and order.
+        device: Where it is trained.
     """
     keywords = dict(description)
-    return _TASKS[keywords.pop("kind")](**keywords, seed=seed)
+    return _TASKS[keywords.pop("kind")](**keywords, seed=seed, device=device)

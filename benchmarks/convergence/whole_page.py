@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.convergence.backends import on_digits, on_text
@@ -15,15 +16,39 @@ from benchmarks.convergence.page import evidence_page
 from benchmarks.convergence.plots import draw
 from benchmarks.convergence.results import Results
 from benchmarks.convergence.state_types import states_section
+from benchmarks.performance import markdown
 
 __all__ = ["page_text", "write_page"]
 
 _LARGER = """
 ## E8: Larger models
 
-**Nothing of this has been run.** A GPT of 30 M parameters on 0.6 B tokens and GPT-2 small need a GPU, and no command
-runs them yet.
+Models of 1 to 124 M parameters need a GPU: they are the [ladder](sizes.md#e13-the-ladder), E13.
 """
+
+
+_NUMERICS = """
+## Rounding of GPUs, tried on a CPU
+
+On GPUs LDAdam multiplies bfloat16 halves instead of float32, and MARS-M float16 (Gram matrices) instead of bfloat16. A
+transformer of bytes (2 layers, width 64, {steps} steps) was trained with either rounding, from the same weights on the
+same samples, on a CPU ({torch}). Held-out loss, nats per byte, and the difference paired by {seeds} seeds:
+
+"""
+
+
+def _numerics(path: Path) -> str:
+    """What ``python -m benchmarks.device_numerics`` found."""
+    if not path.exists():
+        return ""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    about, losses = found["about"], found["losses"]
+    rows = []
+    for row in found["differences"]:
+        means = (f"{fmean(losses[row[side]]):.4f}" for side in ("arm", "beside"))
+        rows.append((row["arm"], row["beside"], *means, f"{row['difference']:+.4f} ± {row['half_interval']:.4f}"))
+    head = _NUMERICS.format(steps=about["steps"], torch=f"torch {about['torch']}", seeds=len(about["seeds"]))
+    return head + markdown(("rounding", "beside", "loss", "beside it", "difference, 95 % interval"), rows)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
@@ -40,7 +65,14 @@ def page_text(folder: Path) -> str:
     further = {"E2": on_digits(results) + directions_section(_rows(folder / "directions.json")), "E3": on_text(results)}
     memory, costs = (_rows(folder / name) for name in ("memory.json", "costs.json"))
     page = evidence_page(EXPERIMENTS.values(), results, further, cost_claims(memory, costs), defaults_section(results))
-    return page + memory_section(memory) + cost_section(costs) + _LARGER + states_section(results)
+    return (
+        page
+        + memory_section(memory)
+        + cost_section(costs)
+        + _LARGER
+        + states_section(results)
+        + _numerics(folder / "numerics.json")
+    )
 
 
 def write_page(folder: Path, page: Path) -> None:

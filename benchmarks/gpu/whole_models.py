@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["SHAPES", "Shape", "language_model"]
+__all__ = ["SHAPES", "LanguageModel", "Shape", "language_model"]
 
 
 class Shape(NamedTuple):

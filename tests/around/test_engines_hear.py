@@ -1,4 +1,7 @@
-"""Under DeepSpeed: what is thrown away between two steps changes MKOR where it changes AdamW, and nowhere else."""
+"""Under DeepSpeed: what is thrown away between two steps changes MKOR where it changes AdamW, and nowhere else.
+
+CI has stage 3; at the others the play-book's cells of ZeRO 2 are played there.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +136,7 @@ def _faults(rank: int, world: int, stage: int) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 2)), 1, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 1, 2)), 3])
 def test_engines(stage: int) -> None:
     for faults, harmless in run_ranks(2, _faults, stage, timeout=500.0):
         assert faults == []

@@ -29,7 +29,7 @@ _SLOW = ("profiled",)
 """What takes long, and is tried with the compiled form alone."""
 _USUAL = {
     "compiled": tuple(TYPES),
-    "lists": ("MARS-AdamW", "MARS-M", "SONew", "LDAdam", "MKOR, sketch"),
+    "lists": ("LDAdam", "MKOR, sketch"),
     "int8 states": ("LDAdam",),
     "remainders": ("MARS-AdamW",),
 }

@@ -73,7 +73,8 @@ def _all(rank: int, world: int, names: tuple[str, ...], zero: dict[str, Any], fo
 
 
 CELLS = [("stage 2", ("MARS-M", "MKOR")), ("sub-groups", ("LDAdam",))]
-# LDAdam's last bits differ at stages 1 and 2.
+# At stages 1 and 2 a matrix lies in the host's flat gradient at any address, and where it is not aligned a CPU's
+# library rounds LDAdam's products otherwise than those of the aligned copy.
 WHOLE = [
     ("stage 1", ("MARS-M", "MARS-Shampoo", "MKOR")),
     ("stage 2", ("MARS-M", "MARS-Shampoo", "MKOR")),

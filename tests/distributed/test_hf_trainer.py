@@ -60,7 +60,13 @@ def _inner(trainer: Trainer) -> Any:
     return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
 
 
-@pytest.mark.parametrize("name", [name for name in BY_NAME if name != "mars"])
+USUAL = ("mars-m", "sonew", "ldadam", "mkor-h")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in USUAL else pytest.param(name, marks=pytest.mark.exhaustive) for name in BY_NAME if name != "mars"],
+)
 def test_the_trainer_builds_and_steps_every_type(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = _trainer(name, tmp_path)
     trainer.train()

@@ -21,7 +21,7 @@ from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents
 from rankwise.mkor import cpu as mkor_cpu
 from rankwise.step.optimizer import ShardedOptimizer
 
-WIDTH, BLOCKS, VOCABULARY = 32, 80, 256
+WIDTH, BLOCKS, VOCABULARY = 32, 48, 256
 LARGEST_SHARE = 1.15
 BUILDERS: dict[str, Callable[..., ShardedOptimizer]] = {
     "mars-m": lambda params: MARS(params, variant="muon", ns_dtype="float32"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -100,40 +101,52 @@ def test_modules_are_found_by_the_variable_and_by_entry_points(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "source", "words"),
-    [
-        ("nothere.py", None, "'nothere.py' is invalid: it must be a module that can be imported or the path of a .py"),
-        ("nothere", None, "'nothere' is invalid: .*No module named 'nothere'"),
-        (
-            "plain.py",
-            "from dataclasses import dataclass\nfrom rankwise.extension import Options, options_as_keywords\n"
-            "@dataclass(frozen=True)\nclass Mine(Options):\n    rate: float = 1.0\n"
-            'class Rule:\n    "One."\n    @options_as_keywords(Mine)\n    def __init__(self, params, options): ...\n',
-            "'plain.py' is invalid: .*Mine.rate is invalid: a field must be an option; write rate = option",
-        ),
-        ("broken.py", "import nothing_such", "'broken.py' is invalid: .*No module named 'nothing_such'"),
-        ("json.py", "", "'json.py' is invalid: .*a module 'json' is imported already, .*rename the file"),
-    ],
-)
-def test_a_module_that_cannot_be_imported_ends_with_its_name(
-    name: str, source: str | None, words: str, tmp_path: Path
-) -> None:
-    if source is not None:
-        (tmp_path / name).write_text(source)
-    code = (
-        "import json, re, sys\nfrom rankwise.options.validation import OptionError\n"
-        "try:\n    import rankwise.names\n"
-        "except OptionError as error:\n"
-        f"    sys.exit(0 if re.search({words!r}, str(error)) else str(error))\n"
-        "sys.exit('nothing was refused')"
-    )
+UNUSABLE: dict[str, tuple[str | None, str]] = {
+    "nothere.py": (None, "'nothere.py' is invalid: it must be a module that can be imported or the path of a .py"),
+    "nothere": (None, "'nothere' is invalid: .*No module named 'nothere'"),
+    "plain.py": (
+        "from dataclasses import dataclass\nfrom rankwise.extension import Options, options_as_keywords\n"
+        "@dataclass(frozen=True)\nclass Mine(Options):\n    rate: float = 1.0\n"
+        'class Rule:\n    "One."\n    @options_as_keywords(Mine)\n    def __init__(self, params, options): ...\n',
+        "'.*plain.py' is invalid: .*Mine.rate is invalid: a field must be an option; write rate = option",
+    ),
+    "broken.py": ("import nothing_such", "'.*broken.py' is invalid: .*No module named 'nothing_such'"),
+    "json.py": ("", "'.*json.py' is invalid: .*a module 'json' is imported already, .*rename the file"),
+}
+"""Sources of modules that cannot be used, and what a user is told of them."""
+
+ENDS = """
+import json, os, sys, torch
+from rankwise.options.validation import OptionError
+for name in json.load(open("named.json")):
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0
+        continue
+    os.environ["{variable}"] = name
+    try:
+        import rankwise.names
+        said = "nothing was refused"
+    except OptionError as error:
+        said = str(error)
+    print(json.dumps(said), flush=True)
+    os._exit(0)
+"""
+
+
+def test_a_module_that_cannot_be_imported_ends_with_its_name(tmp_path: Path) -> None:
     # Not in the folder itself: a json.py there would be the one that everybody imports.
     where = tmp_path / "elsewhere"
     where.mkdir()
-    named = name if source is None else str(tmp_path / name)
-    done = run(code.replace(f"'{name}'", f"'.*{name}'"), where, **{VARIABLE: named})
+    for name, (source, _) in UNUSABLE.items():
+        if source is not None:
+            (tmp_path / name).write_text(source)
+    named = [name if source is None else str(tmp_path / name) for name, (source, _) in UNUSABLE.items()]
+    (where / "named.json").write_text(json.dumps(named))
+    done = run(ENDS.format(variable=VARIABLE), where)
     assert done.returncode == 0, done.stderr
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    for (_, words), told in zip(UNUSABLE.values(), said, strict=True):
+        assert re.search(words, told), told
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,182 @@
+"""E13's part of docs/sizes.md: shares of AdamW's steps and time, then losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from benchmarks.convergence.experiment import Experiment
+from benchmarks.convergence.ladder import ANCHOR, CONTENDERS, LARGEST, RUNGS, STEADY, Rung, experiment_of
+from benchmarks.convergence.page import interval_words, recorded_rows
+from benchmarks.convergence.results import Results, Row
+from benchmarks.convergence.search import best_trial, final_runs
+from benchmarks.convergence.step_times import known_times
+from benchmarks.convergence.verdicts import Difference, mean_interval
+from benchmarks.performance import markdown
+
+__all__ = ["ladder_section", "share_of_steps"]
+
+_BASE = CONTENDERS[0]
+_NAMES = (*CONTENDERS[1:], *(name + STEADY for name in LARGEST))
+
+_HEAD = """
+## E13: the ladder
+
+All contenders at 1 and 4 M parameters with rates searched and three seeds, at 16 M with rates carried up and one seed,
+and three of them at GPT-2 small's size; 20 bytes a parameter (16 M also 5; 124 M one token). The text is of packages,
+two fifths of it natural language (`python -m benchmarks corpus`, {corpus}). `python -m benchmarks convergence --device
+cuda --beside 7 --minutes 14` goes on with it, in the order of worth; `--times` measures steps; `--missing` lists what
+is left. The rules were stated beforehand:
+
+- *Batch*: tokens of a step grow with the square root of the parameters.
+- *Rates*: searched at 1 and 4 M; above, the best of 4 M times 256 / width.
+- *Decay*: a coefficient of 0.1, so that the share of a weight that decays in a step (rate times coefficient) goes with
+  1 / width ([2512.05620](https://arxiv.org/abs/2512.05620)). *{steady}*: that share as it was at 4 M.
+
+"""
+_NOTHING = "**Nothing of this has been run.** It needs a GPU.\n"
+_STEPS = """
+**Share of AdamW's steps** after which a contender's training loss is down to AdamW's last, on its own schedule, whose
+rate is still high there. Losses are means of twentieths of a run, interpolated between their middles; paired by seed.
+
+"""
+_TIME = """
+**Share of AdamW's time**: that share, times the time of a step beside AdamW's, each measured with the device to itself.
+
+"""
+_LOSSES = """
+**Held-out loss less AdamW's**, nats per byte (124 M: per token), and AdamW's own:
+
+"""
+_RATES = """
+**Rates**: the best at 1 and 4 M, and what the rule makes of the former at 4 M (half).
+
+"""
+
+
+def share_of_steps(ours: Sequence[float], base: Sequence[float]) -> float | None:
+    """The share of a run after which its losses are down to the last of another, both with points equally far apart.
+
+    Args:
+        ours: Losses, the mean of each of equally many parts of the run.
+        base: Losses of the other run, of as many steps.
+
+    Returns:
+        1.0 for the same run; None if the losses never come down so far.
+    """
+    goal, last = base[-1], len(base) - 0.5
+    for place, loss in enumerate(ours):
+        if loss <= goal:
+            before = ours[place - 1] if place else loss
+            back = (goal - loss) / (before - loss) if before > loss else 0.0
+            return (place + 0.5 - back) / last
+    return None
+
+
+def ladder_section(results: Results) -> str:
+    """The section.
+
+    Args:
+        results: What has been run.
+    """
+    experiments = [(rung, experiment_of(rung, results)) for rung in RUNGS]
+    head = _HEAD.format(corpus=f"named {RUNGS[0].task['corpus']}", steady=STEADY.removeprefix(", "))
+    rungs = [(rung, one) for rung, one in experiments if _rows(one, _BASE, results)]
+    if not rungs:
+        return head + _NOTHING
+    times = known_times(results.folder)
+    heading = ("", *(f"{one.title}, {one.steps:,} steps" for _, one in rungs))
+    names = [name for name in _NAMES if any(_rows(one, name, results) for _, one in rungs)]
+    parts = [head, _STEPS, _table(heading, names, rungs, lambda _, one, name: _steps(one, name, results))]
+    if times:
+        parts += [_TIME, _table(heading, names, rungs, lambda rung, one, name: _time(rung, one, name, results, times))]
+    own = ("AdamW's loss", *(interval_words(_mean(_rows(one, _BASE, results).values())) for _, one in rungs))
+    losses = [(name, *(_loss(one, name, results) for _, one in rungs)) for name in names]
+    parts += [_LOSSES, markdown(heading, [own, *losses]), _rates(results), _devices(rungs, results)]
+    return "".join(parts)
+
+
+def _table(
+    heading: Sequence[str],
+    names: Sequence[str],
+    rungs: Sequence[tuple[Rung, Experiment]],
+    cell: Callable[[Rung, Experiment, str], str],
+) -> str:
+    return markdown(heading, [(name, *(cell(rung, one, name) for rung, one in rungs)) for name in names])
+
+
+def _rows(experiment: Experiment, name: str, results: Results) -> Mapping[int, Row]:
+    """A contender's rows by seed, without those that diverged."""
+    there = {contender.name: contender for contender in experiment.contenders}
+    runs = (final_runs(experiment, there[name], results) or []) if name in there else []
+    rows = {run.seed: results.row(run) for run in runs}
+    return {seed: row for seed, row in rows.items() if row is not None and not row["diverged"]}
+
+
+def _pairs(experiment: Experiment, name: str, results: Results) -> Iterator[tuple[Row, Row]]:
+    ours, base = (_rows(experiment, one, results) for one in (name, _BASE))
+    return ((ours[seed], base[seed]) for seed in sorted(ours.keys() & base.keys()))
+
+
+def _shares(experiment: Experiment, name: str, results: Results) -> Difference | str | None:
+    """Mean and interval of the shares of steps, or a word where a seed has none."""
+    shares = [share_of_steps(ours["curve"], base["curve"]) for ours, base in _pairs(experiment, name, results)]
+    if not shares:
+        return None
+    known = [share for share in shares if share is not None]
+    return mean_interval(known) if len(known) == len(shares) else f"not reached by {len(shares) - len(known)}"
+
+
+def _percent(share: Difference, factor: float = 1.0) -> str:
+    width = f" ± {100 * factor * share.half:.0f}" if share.count > 1 else ""
+    return f"{100 * factor * share.mean:.0f}{width} %"
+
+
+def _steps(experiment: Experiment, name: str, results: Results) -> str:
+    share = _shares(experiment, name, results)
+    return share or "" if not isinstance(share, Difference) else _percent(share)
+
+
+def _time(rung: Rung, experiment: Experiment, name: str, results: Results, times: Sequence[Mapping[str, Any]]) -> str:
+    share = _shares(experiment, name, results)
+    same = {other.name for other in RUNGS if other.hidden == rung.hidden}
+    taken: dict[tuple[str, str], float] = {
+        (row["device"], row["contender"]): row["milliseconds"] for row in times if row["experiment"] in same
+    }
+    for device in sorted({device for device, _ in taken}):
+        ours, base = taken.get((device, name.removesuffix(STEADY))), taken.get((device, _BASE))
+        if isinstance(share, Difference) and ours and base:
+            return f"{_percent(share, ours / base)} (step {ours / base:.2f}, {device})"
+    return ""
+
+
+def _loss(experiment: Experiment, name: str, results: Results) -> str:
+    metric = experiment.metric
+    differences = [ours[metric] - base[metric] for ours, base in _pairs(experiment, name, results)]
+    return interval_words(mean_interval(differences), "+") if differences else ""
+
+
+def _mean(rows: Any) -> Difference:
+    return mean_interval([row["validation_loss"] for row in rows])
+
+
+def _rates(results: Results) -> str:
+    below, above = (experiment_of(rung, results) for rung in (RUNGS[0], ANCHOR))
+    rows = []
+    for name in CONTENDERS:
+        found = [
+            one.contender(name).rate(best.exponent)
+            for one in (below, above)
+            if (best := best_trial(one, one.contender(name), results)) is not None
+        ]
+        if len(found) == 2:
+            rows.append((name, *(f"{rate:.3g}" for rate in (*found, found[0] / 2))))
+    return _RATES + markdown(("", "1 M", "4 M", "by the rule"), rows) if rows else ""
+
+
+def _devices(rungs: Sequence[tuple[Rung, Experiment]], results: Results) -> str:
+    rows = [row for _, one in rungs for row in recorded_rows(one, one.contenders, results)]
+    names = " / ".join(sorted({str(row["device"]) for row in rows}))
+    seconds = fmean(row["seconds"] for row in rows)
+    return f"\n{len(rows)} runs on {names}, {seconds:.0f} s each on average, some of them side by side.\n"
