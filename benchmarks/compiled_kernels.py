@@ -40,6 +40,7 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.int64: "i64",
+    torch.int32: "i32",
     torch.uint8: "u8",
     torch.int8: "i8",
 }
@@ -343,12 +344,14 @@ def factors(dtype: torch.dtype) -> None:
 def preconditioning(dtype: torch.dtype, bias: bool, in_fp32: bool) -> None:
     from rankwise.mkor.cuda import preconditioning_together as together
     from rankwise.mkor.preconditioning import Gradient
+    from rankwise.mkor.product_groups import ProductGroups
 
     found = Gradient(64, 64, [torch.zeros(4096)], [torch.zeros(64)] if bias else (), False, torch.eye(64), None)
     if in_fp32:
         together.precondition_into([[torch.zeros_like(run) for run in found.runs]], [found], dtype, True)
     else:
-        together.preconditioned([found], dtype, True)
+        arrangement = ProductGroups([found.form])
+        together.preconditioned_as(arrangement, found.runs, [found.left], [found.right], dtype, True)
 
 
 def low_rank_step(right: bool, side: int = 8) -> None:
@@ -390,20 +393,23 @@ def quantization(dtype: torch.dtype) -> None:
 
 
 def low_rank_matrices(rank: int) -> None:
-    """Of halves, turned or not, and of float32."""
-    from rankwise.ldadam.cuda.grouped_products import Operand, grouped_product_, keep_, operand_of, places_of
-    from rankwise.ldadam.cuda.halves import in_halves, write_halves_
+    """Of halves beside float32, turned or not, and of float32."""
+    from rankwise.ldadam.cuda.grouped_products import Operand, grouped_product_, judge_, operand_of, places_of
+    from rankwise.ldadam.cuda.halves import in_halves
     from rankwise.ldadam.cuda.low_rank_moments import advance_moments_
 
     stack, square = torch.zeros(2, rank, 256), torch.zeros(2, rank, rank)
     halves = in_halves(list(stack))
-    write_halves_(list(stack), halves, list(stack))
+    in_halves([stack], scaled=True)
     for strides in ((256, 1), (1, 256)):
-        operand = operand_of(halves * 32, strides)
+        operand, matrix = operand_of(halves * 32, strides), operand_of(list(stack) * 32, strides)
         grouped_product_(torch.zeros(64, 256, 256), operand, operand.turned, 256)
-    whole = Operand(places_of(stack), (256, 1))
+        grouped_product_(torch.zeros(64, 256, 256), operand, matrix, 256)
+    whole, failed = Operand(places_of(stack), (256, 1)), torch.zeros(2, dtype=torch.uint8)
     grouped_product_(square, whole, whole.turned, 256)
-    keep_(stack, places_of(stack), torch.zeros(2, dtype=torch.bool))
+    judge_(square, square, torch.zeros(2, dtype=torch.int32), failed, 0.5)
+    both = torch.zeros(2, 2, rank, rank, dtype=torch.bfloat16)
+    grouped_product_(both, whole, whole.turned, 256, added=places_of(square), failed=failed)
     settings: dict[str, Any] = {"step": 2, "betas": (0.9, 0.99), "eps": 1e-8, "error_feedback": True}
     advance_moments_(stack, square, list(stack), list(stack), **settings)
 

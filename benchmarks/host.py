@@ -26,7 +26,7 @@ from rankwise.comm.exchange import MatrixExchange
 from rankwise.kernels import triton
 from rankwise.kernels.dispatch import using
 from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents
-from rankwise.mkor import factor_steps
+from rankwise.mkor import factor_steps, vector_windows
 
 __all__ = ["CONTENDERS", "as_on_a_device", "calls_of", "host_times"]
 
@@ -88,6 +88,7 @@ def as_on_a_device() -> Iterator[Records]:
         records = stack.enter_context(recorded_launches())
         stack.enter_context(using(triton))
         stack.enter_context(mock.patch.object(MatrixExchange, "one_by_one_on", ()))
+        stack.enter_context(mock.patch.dict(vector_windows._AT_ONCE, clear=True))
         # Of kernels that are left out nothing is to be expected.
         stack.enter_context(mock.patch.object(factor_steps, "refuse_broken_factors"))
         yield records

@@ -94,7 +94,7 @@ def _flops(name: str, grid: tuple[int, ...], table: Sequence[int], given: dict[s
         # Half of a product: the tiles above the diagonal are mirrored.
         return Counter({multiplier(given["x"].dtype): grid[1] * given["rows"] ** 2 * given["columns"]})
     if name == "_grouped_product_kernel":
-        kind = "bf16x3" if given["HALVED"] else "float32"
+        kind = "bf16x3" if given["LEFT_HALVED"] or given["RIGHT_HALVED"] else "float32"
         return Counter({kind: grid[2] * 2 * given["rows"] * given["columns"] * given["depth"]})
     if name == "_step_kernel":
         return Counter(bf16x3=sum(table[6::8]) * 2 * given["rank"] * (2 if given["FEEDBACK"] else 1))
@@ -151,12 +151,12 @@ def _of_runs(name: str, table: Sequence[int], given: dict[str, Any]) -> int:
     if name == "_grouped_product_kernel":
         rows, columns, depth = given["rows"], given["columns"], given["depth"]
         operands = (rows + columns) * depth
-        return 4 * len(table) // 4 * (operands + rows * columns * (2 if given["ADDED"] else 1))
+        return 4 * len(table) // 4 * (operands + rows * columns * (2 if given["ADDED"] or given["KEPT"] else 1))
     if name == "_moments_kernel":
         # The moments, read and written; what is an argument counts by itself.
         return 8 * len(table) * given["rank"] * given["length"]
     if name == "_halves_kernel":
-        return (16 if given["ADDED"] else 8) * sum(table[2 + given["ADDED"] :: 3 + given["ADDED"]])
+        return 8 * given["low"]  # as many elements as one kind of halves has
     if name in ("_measure_kernel", "_move_kernel"):
         size = given["ELEMENT"].primitive_bitwidth // 8
         passes = 1 if name == "_measure_kernel" else 2

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from rankwise.mkor import cpu as mkor_cpu
+from rankwise.mkor.preconditioning import Gradient, Preconditioned
+from rankwise.mkor.product_groups import ProductGroups
 from rankwise.mkor.workspace import Workspace
 
 BF16 = torch.bfloat16
@@ -107,3 +109,12 @@ def assert_rounded_as_promised(
         # The rescaling moves a result by no more than its error once more.
         assert error <= 1.01 * unit * growth * (2 if rescale else 1)
         assert (error > 1e-4) == (dtype == BF16), "roundings to bfloat16 are there to be seen"
+
+
+def preconditioned_together(gradients: Sequence[Gradient], product: torch.dtype, rescale: bool) -> Preconditioned:
+    """What a device's form makes of gradients."""
+    from rankwise.mkor.cuda.preconditioning_together import preconditioned_as
+
+    runs = [run for gradient in gradients for run in gradient.runs]
+    sides = [gradient.left for gradient in gradients], [gradient.right for gradient in gradients]
+    return preconditioned_as(ProductGroups([each.form for each in gradients]), runs, *sides, product, rescale)

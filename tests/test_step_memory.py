@@ -16,7 +16,6 @@ from benchmarks.memory import counted_memory, memory_page  # noqa: E402
 from benchmarks.models import layer_set  # noqa: E402
 from rankwise import MARS, LDAdam  # noqa: E402
 from rankwise.estimate import RankEstimate, estimate  # noqa: E402
-from rankwise.mkor.vector_windows import _TILE_ELSEWHERE  # noqa: E402
 from rankwise.plan.step_unit import AT_ONCE  # noqa: E402
 
 MIB = 1 << 20
@@ -37,9 +36,7 @@ LARGE = [Place("llama-1b"), Place("llama-7b", 8, 1, 3), Place("llama-7b", 8, 3, 
 
 def check(name: str, place: Place) -> None:
     found = counted_memory(name, *place)
-    # Factor steps have some rows of J at a time, which the estimate of a usual step leaves out.
-    slack = SLACK + 6 * _TILE_ELSEWHERE * (name == "MKOR, factor step")
-    assert abs(found.predicted - found.beyond) <= SHARE * found.beyond + slack, found
+    assert abs(found.predicted - found.beyond) <= SHARE * found.beyond + SLACK, found
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: "-".join(map(str, place)))
@@ -70,7 +67,7 @@ def test_it_is_predicted_of_larger_models(name: str, place: Place) -> None:
         ("SONew, tridiagonal, states int8", 134),
         ("SONew, tridiagonal, gradients kept", 512),
         ("SONew, band 4", 213),
-        ("LDAdam, rank 256", 1650),  # a GiB of it are halves of as many matrices as are computed together
+        ("LDAdam, rank 256", 420),
         ("MKOR", 512),
         ("MKOR, factor step", 512),
     ],
@@ -87,7 +84,7 @@ def test_momenta_that_are_not_kept_are_there_a_part_at_a_time(model: str, monkey
         TYPES, "gradients kept", (lambda net: MARS(net.named_parameters(), variant="muon", clip=None), 2)
     )
     found, spent = (counted_memory(name, model) for name in ("gradients kept", "MARS-M, no clip"))
-    assert spent.beyond < found.beyond <= found.predicted <= 1.05 * (spent.beyond + 4 * (AT_ONCE + 1))
+    assert spent.beyond < found.beyond <= found.predicted <= spent.predicted + 4 * (AT_ONCE + 1)
     assert found.state == spent.state < 0.7 * counted_memory("MARS-M", model).state
 
 

@@ -99,7 +99,7 @@ def cases(place: Place) -> Iterator[tuple[str, Case]]:
         yield f"low-rank step, rank {rank}", Case(lambda rank=rank: _low_rank_step(maker, shape, rank), 0.6)
         yield f"low-rank projection, rank {rank}", Case(lambda rank=rank: _projection(maker, shape, rank), 0.6)
         yield f"low-rank moments, rank {rank}", Case(lambda rank=rank: _moments(maker, shape, rank), 0.4)
-    yield "gradient added and halved", Case(lambda: _halves(maker))
+    yield "rows scaled and halved", Case(lambda: _halves(maker))
     for rule in ("adamw", "lion", "momentum"):
         yield f"{rule}, states int8", Case(lambda rule=rule: _narrow_update(maker, rule))
     for band in (0, 1, 4):
@@ -225,24 +225,21 @@ def _add_decoded(maker: _Maker) -> Call:
 
 def _projection(maker: _Maker, shape: tuple[int, int], rank: int) -> Call:
     from rankwise.ldadam.cuda.grouped_products import grouped_product_, operand_of
-    from rankwise.ldadam.cuda.halves import empty_halves
+    from rankwise.ldadam.cuda.halves import in_halves
 
     short, long = shape
-    halves = [
-        [half.normal_() for half in empty_halves([size], maker.device)] for size in ((short, rank), (short, long))
-    ]
+    halves, matrix = in_halves([maker.randn(short, rank)]), maker.randn(short, long)
     out = torch.empty(1, rank, long, device=maker.device)
-    left, right = operand_of(halves[0], (rank, 1)).turned, operand_of(halves[1], (long, 1))
-    return lambda: (halves, grouped_product_(out, left, right, short))
+    left, right = operand_of(halves, (rank, 1)).turned, operand_of([matrix], (long, 1))
+    return lambda: (halves, matrix, grouped_product_(out, left, right, short))
 
 
 def _halves(maker: _Maker) -> Call:
-    """The pass that forms LDAdam's ``C`` and its halves."""
-    from rankwise.ldadam.cuda.halves import empty_halves, write_halves_
+    """The pass that scales the columns of LDAdam's power iteration and writes their halves."""
+    from rankwise.ldadam.cuda.halves import in_halves
 
-    sources, added = maker.runs(0), maker.runs(0)
-    halves = empty_halves([run.shape for run in sources], maker.device)
-    return lambda: write_halves_(sources, halves, added)
+    stacks = [run.view(1, -1, 4096) for run in maker.runs(0) if run.numel() % 4096 == 0]
+    return lambda: in_halves(stacks, scaled=True)
 
 
 def _moments(maker: _Maker, shape: tuple[int, int], rank: int) -> Call:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rankwise.comm.owner_plan import MatrixTask
 from rankwise.ldadam.sliced_formulas import Cut, exchanged
 
 __all__ = [
     "ELEMENTS_AT_ONCE",
-    "HALVED_AT_ONCE",
     "LowRankSignature",
+    "calls_of",
     "scratch_alone",
     "scratch_of_a_stack",
 ]
 
-ELEMENTS_AT_ONCE = 1 << 27
-"""Elements of the (r, n) coordinates that a device computes together; the scratch memory holds twice as many."""
-
-HALVED_AT_ONCE = 1 << 28
-"""Elements of the matrices whose halves, 4 bytes an element, a device has at once."""
+ELEMENTS_AT_ONCE = 1 << 26
+"""Elements of the bases and (r, n) coordinates that a device computes together; scratch memory has two to three times
+as many."""
 
 
 class LowRankSignature(NamedTuple):
@@ -79,23 +78,57 @@ class LowRankSignature(NamedTuple):
 
 
 def scratch_alone(tasks: Sequence[MatrixTask], narrow: bool = False) -> int:
-    """Bytes for matrices that are stepped where they lie: their halves, coordinates, images, and what is solved.
+    """Bytes for matrices that are stepped where they lie: bases, coordinates, images, and what is solved.
 
     Args:
         tasks: The matrices.
         narrow: Whether their states are opened, of as many matrices at a time.
     """
-    coordinates = images = grams = matrices = 0
-    for task in tasks:
-        signature: LowRankSignature = task.signature
-        rank, long = signature.rank, signature.long
-        coordinates, images = coordinates + rank * long, images + rank * signature.short
-        matrices += signature.short * long
-        grams += 4 * rank * rank
-    opened = images + 2 * coordinates if narrow else 0
-    share = min(1.0, ELEMENTS_AT_ONCE / max(opened or coordinates, 1))
-    halved = min(share, HALVED_AT_ONCE / max(matrices, 1))
-    return int(4 * (share * opened + halved * (matrices + 4 * (coordinates + images) + grams)))
+    signatures = [task.signature for task in tasks]
+    counts = Counter((one.rank, one.rows, one.columns, one.short, one.long) for one in signatures)
+    sizes = {key: (count, key[0] * (key[3] + key[4])) for key, count in counts.items()}
+    most = max((_elements_of_a_call(call) for call in calls_of(sizes)), default=0)
+    opened = sum(one.rank * (one.short + 2 * one.long) for one in signatures) if narrow else 0
+    if opened > ELEMENTS_AT_ONCE:
+        # Fewer at a time: what is opened has about as many elements as what is there beside it.
+        opened, most = ELEMENTS_AT_ONCE, min(most, ELEMENTS_AT_ONCE * 5 // 4)
+    return 4 * (opened + most)
+
+
+def _elements_of_a_call(call: Sequence[tuple[tuple[int, ...], range]]) -> int:
+    """Elements that are there at once: all scaled columns beside their halves, or the last products of a shape."""
+    images = coordinates = last = grams = 0
+    for (rank, _, _, short, long), places in call:
+        own_images, own_coordinates = len(places) * rank * short, len(places) * rank * long
+        images, coordinates = images + own_images, coordinates + own_coordinates
+        last = max(last, own_images + 2 * own_coordinates)
+        grams += 4 * len(places) * rank * rank
+    return grams + max(images + 2 * coordinates, 2 * images + last)
+
+
+def calls_of(sizes: Mapping[Any, tuple[int, int]]) -> Iterator[list[tuple[Any, range]]]:
+    """Yield which matrices are computed together.
+
+    Args:
+        sizes: By a key that begins with the rank: how many matrices are alike, and :data:`ELEMENTS_AT_ONCE` of one.
+
+    Yields:
+        Keys of one rank, each with the places of some matrices among those that are alike.
+    """
+    call: list[tuple[Any, range]] = []
+    elements = 0
+    for key in sorted(sizes):
+        count, own = sizes[key]
+        chunk = max(1, ELEMENTS_AT_ONCE // own)
+        for first in range(0, count, chunk):
+            places = range(first, min(first + chunk, count))
+            if call and (call[0][0][0] != key[0] or elements + len(places) * own > ELEMENTS_AT_ONCE):
+                yield call
+                call, elements = [], 0
+            call.append((key, places))
+            elements += len(places) * own
+    if call:
+        yield call
 
 
 def scratch_of_a_stack(tasks: Sequence[MatrixTask]) -> int:

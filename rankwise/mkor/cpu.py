@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rankwise.mkor.formulas import product_dtype
-from rankwise.mkor.vector_windows import Window, multiply_
+from rankwise.mkor.vector_windows import Factor, Window, multiply_
 from rankwise.mkor.workspace import Workspace
 
-__all__ = ["multiply_into", "precondition_into", "update_factors_"]
+__all__ = ["precondition_into", "update_factors_"]
 
 _BLOCK = 65536
 """Elements that a thread works on at a time; they and a few temporaries about fill the second-level cache."""
@@ -86,8 +87,8 @@ def precondition_into(
     out: Sequence[Tensor],
     parts: Sequence[Tensor],
     shape: tuple[int, int],
-    left: Tensor | None,
-    right: Tensor | None,
+    left: Factor | None,
+    right: Factor | None,
     space: Workspace,
     *,
     turned: bool = False,
@@ -113,15 +114,33 @@ def precondition_into(
     rows, columns = shape
     rides = len(parts) > 1
     whole = (rows + (turned and rides), columns + (not turned and rides))
-    sides = [side for side in (left, right) if side is not None]
-    dtype = product or product_dtype(parts[0], *sides)
-    # A gradient or result that is laid out as products need it is not copied.
+    sides: list[Any] = [side for side in (left, right) if side is not None]
+    windows = [side for side in sides if isinstance(side, Window)]
+    dtype = product or product_dtype(parts[0], *([side.vectors for side in windows] or sides))
+    # A gradient or result that is laid out as products need it is not copied; windows multiply the result in place.
     factor, target = (_in_place(tensors, whole, dtype) for tensors in (parts, out))
-    if factor is None:
-        factor = space.take("factor", whole, dtype)
+    if factor is None or windows:
+        factor = target if windows and target is not None else space.take("factor", whole, dtype)
         for place, part in zip(_places(factor, shape, turned), parts, strict=False):
             place.copy_(part.view_as(place))
-    result = target if target is not None else space.take("factor" if len(sides) == 2 else "product", whole, dtype)
+    multiplied = _by_windows if windows else _by_factors
+    result = multiplied(factor, left, right, target, space)
+    if target is None:
+        for place, part in zip(_places(result, shape, turned), out, strict=False):
+            part.view_as(place).copy_(place)
+    if rescale:
+        _rescale_(out, parts, columns)
+
+
+def _by_windows(factor: Tensor, left: Any, right: Any, target: Tensor | None, space: Workspace) -> Tensor:
+    return multiply_(factor, left, right)
+
+
+def _by_factors(factor: Tensor, left: Any, right: Any, target: Tensor | None, space: Workspace) -> Tensor:
+    """Multiply a matrix by dense factors, where the result is to be, or in the workspace."""
+    whole, dtype = factor.shape, factor.dtype
+    both = left is not None and right is not None
+    result = space.take("factor" if both else "product", whole, dtype) if target is None else target
     if left is not None:
         between = result if right is None else space.take("product", whole, dtype)
         for lines, operand in _operands(left, dtype, space, 0):
@@ -130,40 +149,8 @@ def precondition_into(
     if right is not None:
         for lines, operand in _operands(right, dtype, space, 1):
             torch.mm(factor, operand, out=result[:, lines])
-    if target is None:
-        for place, part in zip(_places(result if sides else factor, shape, turned), out, strict=False):
-            part.view_as(place).copy_(place)
-    if rescale:
-        _rescale_(out, parts, columns)
-
-
-def multiply_into(
-    out: Sequence[Tensor],
-    parts: Sequence[Tensor],
-    shape: tuple[int, int],
-    left: Window | None,
-    right: Window | None,
-    space: Workspace,
-    *,
-    turned: bool = False,
-    rescale: bool = True,
-    product: torch.dtype | None = None,
-) -> None:
-    """Do what :func:`precondition_into` does, which has the arguments, with factors that are windows."""
-    rows, columns = shape
-    rides = len(parts) > 1
-    whole = (rows + (turned and rides), columns + (not turned and rides))
-    dtype = product or product_dtype(parts[0], *(side.vectors for side in (left, right) if side is not None))
-    target = _in_place(out, whole, dtype)
-    matrix = space.take("factor", whole, dtype) if target is None else target
-    for place, part in zip(_places(matrix, shape, turned), parts, strict=False):
-        place.copy_(part.view_as(place))
-    multiply_(matrix, left, right)
-    if target is None:
-        for place, part in zip(_places(matrix, shape, turned), out, strict=False):
-            part.view_as(place).copy_(place)
-    if rescale:
-        _rescale_(out, parts, columns)
+        factor = result
+    return factor
 
 
 def _in_place(parts: Sequence[Tensor], whole: tuple[int, int], dtype: torch.dtype) -> Tensor | None:

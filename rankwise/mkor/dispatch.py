@@ -16,22 +16,17 @@ from rankwise.mkor import native as compiled
 __all__ = ["factor_update_for", "precondition_into_for", "together_for"]
 
 
-def precondition_into_for(
-    device: torch.device, dtype: torch.dtype, windows: bool = False
-) -> Callable[..., None] | None:
+def precondition_into_for(device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
     """Return what preconditions one gradient, :func:`rankwise.mkor.cpu.precondition_into` or a form of it.
 
     Args:
         device: Where the gradients lie.
         dtype: Type of the gradients.
-        windows: Whether the factors are windows, for :func:`rankwise.mkor.cpu.multiply_into`.
 
     Returns:
         The function; None where reading a norm would make the host wait, and matrices are preconditioned in stacks.
     """
-    if not is_for_cpus(kernels_for(device, dtype)):
-        return None
-    return cpu.multiply_into if windows else compiled.precondition_into
+    return compiled.precondition_into if is_for_cpus(kernels_for(device, dtype)) else None
 
 
 def factor_update_for(device: torch.device, dtype: torch.dtype, factor: torch.dtype) -> Callable[..., Tensor] | None:

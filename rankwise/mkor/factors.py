@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate, groupby, zip_longest
+from operator import attrgetter
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +30,16 @@ from rankwise.states.matrix_states import MatrixState
 from rankwise.statistics.factor_vectors import LayerVectors
 
 __all__ = ["KroneckerFactors"]
+
+_Value = TypeVar("_Value")
+
+
+class _Side(NamedTuple):
+    """One side of matrices of one signature: its name, which matrices they are, and their factors."""
+
+    name: str
+    span: slice
+    factors: list[Any]
 
 
 class KroneckerFactors:
@@ -77,10 +89,12 @@ class KroneckerFactors:
         decay: float,
         norms: Norms | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Do one guarded rank-1 update of both sides of a batch; a matrix that saw no token keeps its factors.
+        """Do one guarded rank-1 update of both sides of matrices; one that saw no token keeps its factors.
+
+        Factors of one shape move together, whichever sides they are of, but where ranks measure them together.
 
         Args:
-            tasks: Tasks of the matrices.
+            tasks: Tasks of the matrices, those of one signature one after another.
             states: States of the matrices, changed in place.
             vectors: Statistics of the matrices, by key.
             decay: Factor momentum.
@@ -90,17 +104,47 @@ class KroneckerFactors:
             Number of matrices that moved, and of those that stayed because the result was not finite, 0-d.
         """
         seen = torch.cat([vectors[layer_of(task)][2] for task in tasks]) > 0
-        healthy = torch.ones_like(seen)
-        for side in ("right", *tasks[0].signature.lefts):
-            factors = _alike(states, side)
-            if factors is not None:
-                vector = self._vector(side, tasks, vectors)
-                if self._options.sketches:
-                    vector = self._of_sketch(vector)
-                healthy &= self._update(factors, vector, seen, decay, norms) | ~seen
+        counts = [len(list(alike)) for _, alike in groupby(tasks, attrgetter("signature"))]
+        spans = [slice(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
+        missed = ~seen
+        sides = [
+            _Side(side, span, factors)
+            for span in spans
+            for side in ("right", *tasks[span.start].signature.lefts)
+            if (factors := _alike(states[span], side)) is not None
+        ]
+        fine: dict[int, list[Tensor]] = {span.start: [] for span in spans}
+        sides.sort(key=attrgetter("name"))  # so that vectors that are made alike come together
+        for alike in _collected(sides, lambda side: (side.name if norms else "", *_form(side.factors[0]))):
+            vector = self._vectors_of(alike, tasks, vectors)
+            own_seen, own_missed = (_joined([flags[side.span] for side in alike]) for flags in (seen, missed))
+            inverses = [factor for side in alike for factor in side.factors]
+            kept = self._update(inverses, vector, own_seen, decay, norms) | own_missed
+            for side, part in zip(alike, kept.split([len(side.factors) for side in alike]), strict=True):
+                fine[side.span.start].append(part)
+        healthy = all_fine = torch.ones_like(seen)
+        for parts in zip_longest(*fine.values()):
+            # Some matrices have more sides than others.
+            own = [all_fine[span] if part is None else part for span, part in zip(spans, parts, strict=True)]
+            healthy = healthy & _joined(own)
         failures = [state["failures"] for state in states]
         torch._foreach_copy_(failures, list(torch.where(healthy, 0, torch.stack(failures) + 1)))
         return (healthy & seen).sum(), (~healthy).sum()
+
+    def _vectors_of(
+        self, alike: Sequence[_Side], tasks: Sequence[MatrixTask], vectors: Mapping[str, LayerVectors]
+    ) -> Tensor:
+        """The vectors (n, d) of the factors of some sides."""
+
+        def kind(side: _Side) -> tuple[Any, ...]:
+            signature = tasks[side.span.start].signature
+            return side.name, signature.has_bias if side.name == "right" else (signature.outputs, signature.blocks)
+
+        stacks = [
+            self._vector(name, [task for side in sides for task in tasks[side.span]], vectors)
+            for (name, _), sides in groupby(alike, kind)
+        ]
+        return self._of_sketch(_joined(stacks)) if self._options.sketches else _joined(stacks)
 
     def _of_sketch(self, vectors: Tensor) -> Tensor:
         """Scale vectors to the size of the identity, because the size of a gradient says nothing."""
@@ -249,7 +293,7 @@ class KroneckerFactors:
         shape, turned = (signature.outputs, signature.inputs), signature.transposed
         if turned:
             left, right, shape = right, left, shape[::-1]
-        into = precondition_into_for(parts[0].device, parts[0].dtype, signature.window > 0)
+        into = precondition_into_for(parts[0].device, parts[0].dtype)
         assert into is not None
         into(out, parts, shape, left, right, space, turned=turned, rescale=self.rescales, product=product)
 
@@ -273,6 +317,24 @@ def _of_block(state: MatrixState, block: Block) -> MatrixState:
     """Return the factors of one block by the names that they would have in a layer of its own."""
     mark = f"[{block.name}]"
     return {key.removesuffix(mark): value for key, value in state.items() if key.endswith(mark) or "right" in key}
+
+
+def _collected(values: Iterable[_Value], key: Callable[[_Value], Any]) -> list[list[_Value]]:
+    """Return the values that have equal keys, wherever they are."""
+    found: dict[Any, list[_Value]] = {}
+    for value in values:
+        found.setdefault(key(value), []).append(value)
+    return list(found.values())
+
+
+def _form(factor: Factor) -> tuple[Any, ...]:
+    """Return the shape and type of a factor."""
+    tensor = factor.vectors if isinstance(factor, Window) else factor
+    return *tensor.shape, tensor.dtype
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _alike(states: Sequence[MatrixState], side: str) -> list[Any] | None:

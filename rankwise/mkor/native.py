@@ -12,6 +12,7 @@ from rankwise.kernels.native.arrays import address
 from rankwise.kernels.native.products import SIDE, products
 from rankwise.kernels.sizes import check_shapes
 from rankwise.mkor import cpu
+from rankwise.mkor.vector_windows import Factor, Window
 from rankwise.mkor.workspace import Workspace
 
 __all__ = ["precondition_into"]
@@ -30,8 +31,8 @@ def precondition_into(
     out: Sequence[Tensor],
     parts: Sequence[Tensor],
     shape: tuple[int, int],
-    left: Tensor | None,
-    right: Tensor | None,
+    left: Factor | None,
+    right: Factor | None,
     space: Workspace,
     *,
     turned: bool = False,
@@ -47,9 +48,10 @@ def precondition_into(
     # The types are checked first, so that nothing is compiled in vain.
     has_form = product in (None, torch.bfloat16) and _is_known(out, parts, left, right)
     compiled = products() if has_form else None
-    if compiled is None:
+    if compiled is None or isinstance(left, Window) or isinstance(right, Window):
         options = {"turned": turned, "rescale": rescale, "product": product}
-        return cpu.precondition_into(out, parts, shape, left, right, space, **options)  # type: ignore[arg-type]
+        cpu.precondition_into(out, parts, shape, left, right, space, **options)  # type: ignore[arg-type]
+        return
     rows, columns = shape
     rides = len(parts) > 1
     height, width = rows + (rides and turned), columns + (rides and not turned)
@@ -72,8 +74,8 @@ def precondition_into(
     )
 
 
-def _is_known(out: Sequence[Tensor], parts: Sequence[Tensor], left: Tensor | None, right: Tensor | None) -> bool:
-    sides = [side for side in (left, right) if side is not None]
+def _is_known(out: Sequence[Tensor], parts: Sequence[Tensor], left: Factor | None, right: Factor | None) -> bool:
+    sides = [side for side in (left, right) if isinstance(side, Tensor)]
     return bool(sides) and all(
         tensor.dtype == dtype and tensor.is_contiguous()
         for dtype, tensors in ((torch.float32, (*out, *parts)), (torch.bfloat16, sides))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -113,7 +114,8 @@ class MKORRule(MatrixRule):
         if batch.partners:
             return self._of_slices(batch, tasks, stack)
         elements = batch.signature.sizes[0]
-        states = self._moved(tasks, lambda place: stack[place, :elements])
+        states = list(map(self._state_of, tasks))
+        self._move(tasks, states, lambda place: stack[place, :elements])
         return self._factors.apply(batch.signature, states, stack, self._product, self._space, spent)
 
     def _of_slices(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor) -> Tensor:
@@ -157,7 +159,8 @@ class MKORRule(MatrixRule):
     def _step_singly(self, matrix: BatchPlan) -> None:
         task, indices = matrix.owned[0], [piece.shard for piece in matrix.local]
         values, sizes = [self._gradient_of(index) for index in indices], task.signature.sizes
-        (state,) = self._moved([task], lambda _: values[0])
+        state = self._state_of(task)
+        self._move([task], [state], lambda _: values[0])
         results = self._space.take("result", (sum(sizes),), self.unit.dtype).split(sizes)
         self._factors.apply_to_one(task.signature, state, values, results, self._product, self._space)
         # A part without a gradient counted as zero, and stays where it is.
@@ -182,22 +185,27 @@ class MKORRule(MatrixRule):
             for bucket in self.buckets
         ]
 
-    def _moved(self, tasks: Sequence[MatrixTask], gradient: Callable[[int], Tensor]) -> list[MatrixState]:
-        """The factors of matrices of one shape, after this step's update where there is one.
+    def _move(
+        self,
+        tasks: Sequence[MatrixTask],
+        states: Sequence[MatrixState],
+        gradient: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        """Do this step's update of the factors of matrices, where there is one.
 
         Args:
-            tasks: The matrices.
-            gradient: Of the weight of one, by its place among them.
+            tasks: The matrices, those of one signature one after another; of one signature only if there are sketches.
+            states: Their states.
+            gradient: Of the weight of one, by its place among them; None where there are no sketches.
         """
-        states = [self._state_of(task) for task in tasks]
         for decay, places in self._due_by_decay(tasks).items():
             chosen, vectors = [tasks[place] for place in places], self._vectors
             if isinstance(vectors, Sketches):
+                assert gradient is not None
                 vectors = vectors.of(chosen, [gradient(place) for place in places])
             else:
                 vectors = self._vectors_of(chosen)
             self._count(*self._factors.move(chosen, [states[place] for place in places], vectors, decay))
-        return states
 
     def _count(self, updated: Tensor, skipped: Tensor) -> None:
         self.health.add("factors_updated", updated)
@@ -237,18 +245,30 @@ class MKORRule(MatrixRule):
                 flats = None
             else:
                 self.unit.notes[TAKEN] = planned
-        for plan in planned.plans:
+        states = [list(map(self._state_of, plan.tasks)) for plan in planned.plans]
+        if not isinstance(self._vectors, Sketches):
+            self._move_together(planned.plans, states)
+        for plan, own in zip(planned.plans, states, strict=True):
             if flats is None:
                 values = [self._gradient_of(*run) for run in plan.runs]
-                self._step_runs(plan.runs, self._preconditioned(plan, values))
+                self._step_runs(plan.runs, self._preconditioned(plan, own, values))
             else:
                 tensors, runs = plan.places
-                self._step_plan(plan, runs.cut([flats[tensor] for tensor in tensors]))
+                self._step_plan(plan, own, runs.cut([flats[tensor] for tensor in tensors]))
         return planned.rest
 
-    def _step_plan(self, plan: LocalMatrixPlan, values: Sequence[Tensor]) -> None:
+    def _move_together(self, plans: Sequence[LocalMatrixPlan], states: Sequence[Sequence[MatrixState]]) -> None:
+        """Move the factors of all plans' matrices, those of one signature one after another."""
+        alike: defaultdict[LayerSignature, list[tuple[MatrixTask, MatrixState]]] = defaultdict(list)
+        for plan, own in zip(plans, states, strict=True):
+            for signature, places in plan.alike.items():
+                alike[signature] += [(plan.tasks[place], own[place]) for place in places]
+        ordered = list(chain.from_iterable(alike.values()))
+        self._move([task for task, _ in ordered], [state for _, state in ordered])
+
+    def _step_plan(self, plan: LocalMatrixPlan, states: Sequence[MatrixState], values: Sequence[Tensor]) -> None:
         # These gradients are let go of here: the next plan's take as much memory.
-        preconditioned = self._preconditioned(plan, values)
+        preconditioned = self._preconditioned(plan, states, values)
         for bucket in self.buckets:
             positions, pieces = bucket.entries.once(("taken", plan), plan.pieces)
             if pieces:
@@ -287,13 +307,13 @@ class MKORRule(MatrixRule):
         assert self._together is not None
         return int(self._together.AT_ONCE)
 
-    def _preconditioned(self, plan: LocalMatrixPlan, values: Sequence[Tensor]) -> Preconditioned:
-        states: list[MatrixState] = [{}] * len(plan.tasks)
-        for places in plan.alike.values():
-            weights = [plan.weights[place] for place in places]
-            moved = self._moved([plan.tasks[place] for place in places], partial(self._gradient_at, weights))
-            for place, state in zip(places, moved, strict=True):
-                states[place] = state
+    def _preconditioned(
+        self, plan: LocalMatrixPlan, states: Sequence[MatrixState], values: Sequence[Tensor]
+    ) -> Preconditioned:
+        if isinstance(self._vectors, Sketches):
+            for places in plan.alike.values():
+                gradient = partial(self._gradient_at, [plan.weights[place] for place in places])
+                self._move([plan.tasks[place] for place in places], [states[place] for place in places], gradient)
         assert self._together is not None
         factors = plan.factors(states)
         return self._factors.precondition(plan.arrangement, values, *factors, self._together, self._product)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rankwise.comm.slice_holders import Holders
 from rankwise.mkor.rule import FactorNorm, rescale_to_norm
-from rankwise.mkor.vector_windows import Window, factor_of, multiply_, portions, window_norm
+from rankwise.mkor.vector_windows import Window, factor_of, multiply_, window_norms
 from rankwise.states.matrix_states import MatrixState
 
 __all__ = ["SlicedWindows", "exchanged", "sends_less"]
@@ -116,17 +116,10 @@ class SlicedWindows:
             torch._foreach_copy_([state for state, _ in own], parts)
 
     def norms(self, windows: Sequence[Window], norm: FactorNorm, product: torch.dtype | None) -> Tensor:
-        """Do :func:`rankwise.mkor.vector_windows.window_norm` of many windows, each rank some rows of every J."""
+        """Do :func:`rankwise.mkor.vector_windows.window_norms`, each rank some rows of every J."""
         side, count, rank = windows[0].vectors.shape[-1], self.holders.ranks, self.holders.rank
-        rows = range(rank * side // count, (rank + 1) * side // count)
-        stored = torch.promote_types(windows[0].vectors.dtype, torch.float32)
-        wide = torch.promote_types(stored, product or torch.float32)
-        sizes = []
-        for part in portions(windows):
-            vectors, weights = (tensor.to(wide) for tensor in Window.of(windows[part]))
-            sizes.append(window_norm(vectors, weights, norm, product or wide, rows))
+        measured = window_norms(windows, norm, product, range(rank * side // count, (rank + 1) * side // count))
         # A rank may have no row, and a maximum overlook a NaN.
-        measured = torch.cat(sizes)
         return self.holders.largest(torch.where(measured.isfinite(), measured, torch.inf))
 
     def precondition(self, matrix: Tensor, other: Sequence[Any], product: torch.dtype, rescale: bool) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +31,10 @@ __all__ = [
     "is_identity",
     "multiply_",
     "names_of",
-    "portions",
     "resized",
     "update_windows_",
     "window_length",
+    "window_norms",
 ]
 
 MOST_VECTORS = 8192
@@ -45,7 +46,7 @@ _TILE = {"cpu": 1 << 19}
 _TILE_ELSEWHERE = 1 << 27
 _AT_ONCE = {"cpu": 1}
 """Elements of windows that are moved together, unless a single one has more, by type of device."""
-_AT_ONCE_ELSEWHERE = 1 << 26
+_AT_ONCE_ELSEWHERE = 3 << 24
 
 
 class Window(NamedTuple):
@@ -83,6 +84,7 @@ def window_length(decay: float, dtype: torch.dtype) -> int:
     return _MULTIPLE * max(1, math.ceil(math.log(least) / math.log(decay) / _MULTIPLE))
 
 
+@cache
 def names_of(side: str) -> tuple[str, str]:
     """Return the names of the states that are the window of a side, which may be the side of a block: ``left[q]``."""
     name, bracket, block = side.partition("[")
@@ -171,7 +173,7 @@ def update_windows_(
         norm: Norm of the stabilizer, of :data:`rankwise.mkor.formulas.FACTOR_NORMS`.
         product: Type of the products in this norm; None for that of all other arithmetic here.
         seen: (n,) bool, windows that take part; others keep every bit. None: all take part.
-        norms: What measures all of them at once, in the place of :func:`window_norm`.
+        norms: What measures all of them at once, in the place of :func:`window_norms`.
 
     Returns:
         (n,) bool, which windows took their vector; False for those that take no part.
@@ -181,12 +183,12 @@ def update_windows_(
     sizes = None if norms is None or stabilizer is None else norms(windows, norm, product)
     taken = [
         _update_together_(windows[part], vectors[part], seen[part], None if sizes is None else sizes[part], **options)
-        for part in portions(windows)
+        for part in _portions(windows)
     ]
     return torch.cat(taken)
 
 
-def portions(windows: Sequence[Window]) -> Iterator[slice]:
+def _portions(windows: Sequence[Window]) -> Iterator[slice]:
     """Yield which of some windows of one shape are computed together."""
     most = max(1, _AT_ONCE.get(windows[0].vectors.device.type, _AT_ONCE_ELSEWHERE) // windows[0].vectors.numel())
     return (slice(first, first + most) for first in range(0, len(windows), most))
@@ -203,31 +205,54 @@ def _update_together_(
     norm: FactorNorm,
     product: torch.dtype | None,
 ) -> Tensor:
-    stored = Window.of(windows)
-    wide = torch.float64 if torch.float64 in (stored.vectors.dtype, vectors.dtype) else torch.float32
-    kept, weights, v = stored.vectors.to(wide), stored.weights.to(wide), vectors.to(wide)
-    if stabilizer is not None:
-        size = window_norm(kept, weights, norm, product or wide) if size is None else size
-        finite = size.isfinite()
+    before, dtype = Window.of(windows), windows[0].vectors.dtype
+    wide = torch.float64 if torch.float64 in (dtype, vectors.dtype) else torch.float32
+    weights = old = before.weights.to(wide)
+    if stabilizer is not None and size is None:
+        size = window_norm(before.vectors, old, norm, product or wide)
+    # What is not a copy yet becomes one, as it is changed in place.
+    kept, v = before.vectors.to(wide, copy=len(windows) == 1), vectors.to(wide)
+    del before
+    if stabilizer is not None and size is not None:
+        damaged = ~(size < math.inf)
         weights = torch.where((size > stabilizer[0])[:, None], stabilizer[1] * weights, weights)
-        weights = weights.masked_fill(~finite[:, None], 0.0)
-        kept = kept.masked_fill(~finite[:, None, None], 0.0)
+        weights = weights.masked_fill(damaged[:, None], 0.0)
+        kept.masked_fill_((damaged & seen)[:, None, None], 0.0)
     shrunk = decay * weights
     coordinates = shrunk * (kept @ v[..., None])[..., 0]
     u = v - (kept.mT @ coordinates[..., None])[..., 0]
     curvature = (u * v).sum(-1, keepdim=True)
     u = u / (1.0 + curvature).sqrt()
-    ok = u.to(stored.vectors.dtype).isfinite().all(-1)
+    taken = seen & (torch.linalg.vector_norm(u.to(dtype), math.inf, dim=-1) < math.inf)
     # All weights shrink alike, so that the least one is the oldest.
     place = shrunk.argmin(-1, keepdim=True)
-    weights = torch.where(ok[:, None], shrunk.scatter(-1, place, 1.0), weights)
+    weights = torch.where(taken[:, None], shrunk.scatter(-1, place, 1.0), weights)
+    weights = torch.where(seen[:, None], weights, old)
     rows = place[..., None].expand(-1, -1, u.shape[-1])
-    kept = torch.where(ok[:, None, None], kept.scatter(-2, rows, u[:, None]), kept)
-    weights = torch.where(seen[:, None], weights, stored.weights.to(wide))
-    kept = torch.where(seen[:, None, None], kept, stored.vectors.to(wide))
+    kept.scatter_(-2, rows, torch.where(taken[:, None, None], u[:, None], kept.gather(-2, rows)))
     for targets, values in zip(zip(*windows, strict=True), (kept, weights), strict=True):
         torch._foreach_copy_(list(targets), list(values))
-    return ok & seen
+    return taken
+
+
+def window_norms(
+    windows: Sequence[Window], norm: FactorNorm, product: torch.dtype | None, own: range | None = None
+) -> Tensor:
+    """Return :func:`window_norm` (n,) of many windows of one shape, measured in the type of products if it is wider.
+
+    Args:
+        windows: Windows of one shape.
+        norm: Which norm.
+        product: Type of the products; None for that of all other arithmetic.
+        own: The rows of every J to look at; None: all.
+    """
+    stored = torch.promote_types(windows[0].vectors.dtype, torch.float32)
+    wide = torch.promote_types(stored, product or torch.float32)
+    sizes = []
+    for part in _portions(windows):
+        vectors, weights = Window.of(windows[part])
+        sizes.append(window_norm(vectors, weights.to(wide), norm, product or wide, own))
+    return torch.cat(sizes)
 
 
 def window_norm(
@@ -239,11 +264,11 @@ def window_norm(
         vectors: Vectors of the windows.
         weights: Weights of the windows.
         norm: Which norm.
-        product: Type of the products.
+        product: Type of the products; norms are in that of the weights.
         own: The rows of J to look at; None: all.
     """
     count, _, side = vectors.shape
-    weighted, vectors = (vectors * weights[..., None]).to(product), vectors.to(product)
+    vectors, weighted = Window(vectors, weights).factored(product)
     rows = max(1, _TILE.get(vectors.device.type, _TILE_ELSEWHERE) // (count * side))
     sizes = []
     own = range(side) if own is None else own

@@ -223,6 +223,7 @@ class _MatrixStep:
         self._sources = rule.gather(exchange.in_place_shards)
         self._missing = rule.unit.missing()
         self._loans: dict[int, _Loan] = {}
+        self._rows: dict[int, tuple[int, ...]] = {}
 
     def run(self) -> None:
         batches = self._exchange.batches
@@ -254,7 +255,7 @@ class _MatrixStep:
 
     def _lend(self, plan: BatchPlan, link: HostLink) -> None:
         """Send the states of a batch's matrices to the device, behind their values."""
-        states = {task.key: self._lent(task) for task in self._live(plan)}
+        states = {plan.owned[row].key: self._lent(plan.owned[row]) for row in self._live(plan)}
         with link.upward():
             brought = iter(link.bring([value for state in states.values() for value in state.values()]))
             copies = {key: {name: next(brought) for name in state} for key, state in states.items()}
@@ -268,9 +269,11 @@ class _MatrixStep:
     def _is_idle(self, plan: BatchPlan) -> bool:
         return not (plan.gathers or plan.returns or self._live(plan))
 
-    def _live(self, plan: BatchPlan) -> list[MatrixTask]:
-        rows = self._exchange.live_rows(plan, self._sources, self._missing)
-        return plan.owned if len(rows) == len(plan.owned) else [plan.owned[row] for row in rows]
+    def _live(self, plan: BatchPlan) -> tuple[int, ...]:
+        """Places of the owned matrices of which any part has values, which stay so for all of the step."""
+        if id(plan) not in self._rows:
+            self._rows[id(plan)] = self._exchange.live_rows(plan, self._sources, self._missing)
+        return self._rows[id(plan)]
 
     def _computed(self, plan: BatchPlan, arriving: Gather) -> Tensor:
         stack = self._exchange.finish_gather(plan, arriving)
@@ -289,7 +292,7 @@ class _MatrixStep:
             return self._exchange.start_return(plan, result, self._rule.reply(plan.batch))
 
     def _updated(self, plan: BatchPlan, stack: Tensor, spent: bool) -> Tensor:
-        live = self._exchange.live_rows(plan, self._sources, self._missing)
+        live = self._live(plan)
         if len(live) == len(plan.owned):
             return self._of_rule(plan.batch, plan.owned, stack, spent)
         if not live:

@@ -21,7 +21,7 @@ from rankwise.kernels.quantization import key_of
 from rankwise.plan.step_costs import ScratchMemory, StepCosts
 from rankwise.plan.step_unit import Bucket, Collectives, StepUnit
 from rankwise.routing.roles import ParameterInfo, Route, RoutingPolicy, Rule
-from rankwise.states.declared_states import State, scalar
+from rankwise.states.declared_states import State, StoredState, scalar
 from rankwise.states.element_states import StateTypes
 from rankwise.states.matrix_states import MatrixState, MatrixStates, keep_narrow_
 from rankwise.states.optimizer_spec import OptimizerSpec
@@ -107,17 +107,18 @@ class _WholeMatrixRule(MatrixRule):
 
     def update(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor, spent: bool = False) -> Tensor:
         """Return the directions, one matrix after the other, so that none depends on another matrix."""
-        rows = [self._direction(task, values) for task, values in zip(tasks, stack, strict=True)]
+        # Alike for matrices of one signature, as those of a batch are.
+        stored = {name: how for name, how in self.unit.stored_states(tasks[0]).items() if how.state is not _STEP}
+        rows = [self._direction(task, stored, values) for task, values in zip(tasks, stack, strict=True)]
         return rows[0].view(1, -1) if len(rows) == 1 else torch.stack(rows)
 
     def states(self, task: MatrixTask) -> MatrixState:
         """Return the states of a task's matrix that the spec declares; they are made on first use."""
         return self._states.obtain(task.key, partial(self.unit.fresh_states, task))
 
-    def _direction(self, task: MatrixTask, values: Tensor) -> Tensor:
+    def _direction(self, task: MatrixTask, stored: Mapping[str, StoredState], values: Tensor) -> Tensor:
         signature: _MatrixSignature = task.signature
         kept = self.on_device(task, self.states(task))
-        stored = {name: how for name, how in self.unit.stored_states(task).items() if how.state is not _STEP}
         states = {name: how.opened(kept[name], values.dtype) for name, how in stored.items()}
         step, group = int(kept[_STEP.name]) + 1, self.groups[signature.group]
         # In memory of its own, of one alignment wherever it lay: libraries round products by how operands are aligned.

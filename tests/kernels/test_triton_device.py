@@ -14,6 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from given_gradients import Training  # noqa: E402
+from preconditioning import preconditioned_together  # noqa: E402
 from triton_runs import assert_runs_close, copies, runs  # noqa: E402
 
 from rankwise import MARS, LDAdam, SONew  # noqa: E402
@@ -188,7 +189,6 @@ def test_products_are_timed_once() -> None:
 
 @pytest.mark.parametrize(("product", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
 def test_preconditioning(product: torch.dtype, tolerance: float) -> None:
-    from rankwise.mkor.cuda.preconditioning_together import preconditioned
     from rankwise.mkor.preconditioning import Gradient
 
     gradients = []
@@ -198,7 +198,7 @@ def test_preconditioning(product: torch.dtype, tolerance: float) -> None:
         gradients.append(Gradient(rows, columns, runs_of_one, (), False, *(side.to(product) for side in sides)))
 
     def call() -> list[Tensor]:
-        found, factors = preconditioned(gradients, product, True)
+        found, factors = preconditioned_together(gradients, product, True)
         assert factors is not None
         return [run.float() * factor for run, factor in zip(found, factors, strict=True)]
 
@@ -242,7 +242,7 @@ def test_low_rank() -> None:
 
     def advance() -> list[Tensor]:
         moved = [first.clone(), second.clone()]
-        directions, _ = advance_moments_(projected, rotation, *(list(moment) for moment in moved), **settings)
+        directions = advance_moments_(projected, rotation, *(list(moment) for moment in moved), **settings)
         return [*moved, torch.stack([half.float().sum(0) for half in directions])]
 
     found = twice(advance)

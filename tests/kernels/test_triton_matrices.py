@@ -307,12 +307,10 @@ def test_low_rank_moments(step: int, feedback: bool, rank: int, variance: float)
     settings: dict[str, Any] = {"step": step, "betas": (0.9, 0.97), "eps": 1e-6, "error_feedback": feedback}
     inputs = (projected, rotation, first, second)
     wanted = ldadam.low_rank_moments(*(value.double() for value in inputs), **settings)
-    directions, momenta = advance_moments_(projected, rotation, list(first), list(second), **settings)
+    directions = advance_moments_(projected, rotation, list(first), list(second), **settings)
     assert_runs_close([first, second], wanted[:2], 1e-4)
-    both = [torch.stack([half.float().sum(0) for half in halves]) for halves in (directions, momenta)]
-    assert_runs_close(both[1:], [first], 2.0**-16)
     if variance:
-        assert_runs_close(both[:1], wanted[2:], 1e-4)
+        assert_runs_close([torch.stack([half.float().sum(0) for half in directions])], wanted[2:], 1e-4)
 
 
 CUTS = (0, 17, 18, 18, 100, 1400, 2100)

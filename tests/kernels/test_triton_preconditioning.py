@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 pytest.importorskip("triton")
 
+from preconditioning import preconditioned_together  # noqa: E402
 from simulated import Conv1D  # noqa: E402
 
 from rankwise import MKOR  # noqa: E402
@@ -107,7 +108,7 @@ def run(gradients: list[Gradient], product: torch.dtype, rescale: bool, in_fp32:
         together.precondition_into(out, gradients, product, rescale)
         found = by_gradient(gradients, [run for runs in out for run in runs])
     else:
-        runs, factors = together.preconditioned(gradients, product, rescale)
+        runs, factors = preconditioned_together(gradients, product, rescale)
         assert (factors is not None) == rescale and all(run.dtype == product for run in runs)
         scaled = runs if factors is None else [run.float() * each for run, each in zip(runs, factors, strict=True)]
         found = by_gradient(gradients, scaled)

@@ -19,23 +19,25 @@ def randn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("offset", [0, 1])
-def test_two_halves_make_the_number(added: bool, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the last bit but seven, of full tiles and pieces, aligned or not; where others are added, of the sums."""
+def test_two_halves_make_the_number(scaled: bool, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit but seven, of full tiles and pieces, aligned or not; of rows that are scaled, too."""
     from rankwise.ldadam.cuda import halves
 
     monkeypatch.setattr(halves, "TILE", 64)
+    sizes = ((130, 0), (64, -20), (7, 20), (3, None))
     tensors = [
-        (randn(size + offset, seed=size) * 10.0**power)[offset:] for size, power in ((130, 0), (64, -20), (7, 20))
+        (randn(2 * size + offset, seed=size) * (0.0 if power is None else 10.0**power))[offset:].view(1, 2, size)
+        for size, power in sizes
     ]
-    others = [randn(len(tensor), seed=1) * tensor for tensor in tensors]
-    wanted = [tensor + other if added else tensor.clone() for tensor, other in zip(tensors, others, strict=True)]
-    found = halves.empty_halves([tensor.shape for tensor in tensors], tensors[0].device)
-    halves.write_halves_(tensors, found, others if added else None)
+    wanted = tensors
+    if scaled:
+        peaks = [tensor.abs().amax(-1, keepdim=True) for tensor in tensors]
+        wanted = [tensor / torch.where(peak > 0, peak, 1.0) for tensor, peak in zip(tensors, peaks, strict=True)]
+    found = halves.in_halves(tensors, scaled)
     assert len({half.stride(0) for half in found}) == 1
-    for tensor, (high, low), number in zip(tensors, found, wanted, strict=True):
-        assert torch.equal(tensor, number)
+    for (high, low), number in zip(found, wanted, strict=True):
         assert torch.equal(high, number.bfloat16()) and torch.equal(low, (number - high.float()).bfloat16())
         assert ((high.double() + low.double() - number.double()).abs() <= 2.0**-17 * number.double().abs()).all()
 

@@ -12,9 +12,12 @@ from test_mkor import build, make, train
 from torch import Tensor
 
 from rankwise import MKOR
+from rankwise.comm.owner_plan import MatrixTask
+from rankwise.layout.fused_blocks import Block
 from rankwise.mkor import vector_windows as module
+from rankwise.mkor.layer_signature import LayerSignature
 from rankwise.mkor.rule import factor_norm, factor_step, stabilize
-from rankwise.mkor.vector_windows import Window, multiply_, resized, update_windows_, window_length
+from rankwise.mkor.vector_windows import Window, multiply_, names_of, resized, update_windows_, window_length
 from rankwise.options.validation import OptionError
 
 GAMMA = 0.95
@@ -116,6 +119,49 @@ def test_many_are_moved_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         assert update_windows_(apart, vectors.float(), decay=0.9).all()
     for pair in zip(together, apart, strict=True):
         torch.testing.assert_close(pair[0].vectors, pair[1].vectors, rtol=1e-5, atol=1e-6)
+
+
+def _task(key: str, outputs: int, inputs: int, bias: bool = False, parts: int = 0) -> MatrixTask:
+    blocks = tuple(Block(name, False, 8 * place, 8, 8) for place, name in enumerate("qkv"[:parts]))
+    return MatrixTask(key, (key,), LayerSignature(outputs, inputs, bias, False, 0, blocks, 32), 1.0)
+
+
+def test_sides_of_one_length_move_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers with a bias or blocks or neither, as each for itself; one has seen no token, one a bad vector."""
+    monkeypatch.setattr(module, "_AT_ONCE", {})
+    tasks = [_task("a", 8, 8), _task("b", 8, 8), _task("bias", 8, 7, True), _task("fused", 24, 8, parts=3)]
+    tasks += [_task("longer", 32, 8, parts=3), _task("other", 8, 20)]
+    tasks += [_task("part", 24, 20, parts=1), _task("longer part", 32, 20, parts=1)]
+    factors = MKOR([("w", torch.nn.Parameter(torch.zeros(8, 8)))], output_gain=3.0).spec.factors
+
+    def fresh_states() -> list[Any]:
+        states: list[Any] = []
+        for task in tasks:
+            own = task.signature
+            sides = {"right": own.inputs + own.has_bias, **own.lefts}
+            windows = {side: fresh(1, 32, length, F64)[0] for side, length in sides.items()}
+            state = {name: part for side in windows for name, part in zip(names_of(side), windows[side], strict=True)}
+            states.append({**state, "failures": torch.zeros((), dtype=torch.int64)})
+        return states
+
+    together, apart = fresh_states(), fresh_states()
+    for step in range(6):
+        draw = generator(step)
+        vectors: Any = {}
+        for task in tasks:
+            sides = (task.signature.inputs, task.signature.outputs)
+            made = [torch.randn(side, generator=draw, dtype=F64) for side in sides]
+            vectors[task.key] = (*made, torch.full((1,), float(task.key != "b" or step == 2), dtype=F64))
+        if step == 3:
+            vectors["fused"][1][9] = torch.nan
+        counts = factors.move(tasks, together, vectors, GAMMA)
+        pairs = [factors.move([task], [state], vectors, GAMMA) for task, state in zip(tasks, apart, strict=True)]
+        assert [int(count) for count in counts] == [sum(int(pair[place]) for pair in pairs) for place in (0, 1)]
+        assert int(counts[1]) == (step == 3) and int(counts[0]) == len(tasks) - (step != 2) - (step == 3)
+    for found, expected in zip(together, apart, strict=True):
+        assert all(found[name].any() for name in found if name != "failures")
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12, msg=name)
 
 
 @pytest.mark.parametrize("stacked", [False, True])

@@ -114,7 +114,7 @@ def addresses(
 def lengths_of(tensors: Sequence[Tensor]) -> Row:
     """Return the number of elements of each tensor."""
     planned = tensors.as_planned if isinstance(tensors, RunViews) else None
-    return tuple(tensor.numel() for tensor in tensors) if planned is None else planned[1].lengths
+    return tuple(map(Tensor.numel, tensors)) if planned is None else planned[1].lengths
 
 
 _Columns = tuple[tuple[RunPlan, Row, int], ...]

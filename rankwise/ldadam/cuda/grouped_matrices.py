@@ -4,8 +4,8 @@ Kernels that serve all matrices of a shape in one launch read what is large wher
 shapes, r x r, are solved together, and what they give multiplies. A basis that cannot be factored stays as it was, and
 only the device knows it.
 
-Bytes (fp32) per element: 16 for the sum with the gradient and its halves, 12 for three products, 16 for weight and
-error buffer, and about 30 per element of (r, n).
+Bytes (fp32) per element: 12 for the sum with the gradient, 12 for three products, 16 for weight and error buffer, and
+about 30 per element of (r, n).
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankwise.kernels.lists import copy_
-from rankwise.ldadam.cuda.grouped_products import Operand, grouped_product_, keep_, operand_of, places_of
-from rankwise.ldadam.cuda.halves import empty_halves, in_halves, write_halves_
+from rankwise.ldadam.cuda.grouped_products import Operand, grouped_product_, judge_, operand_of, places_of
+from rankwise.ldadam.cuda.halves import empty_halves, in_halves
 from rankwise.ldadam.cuda.low_rank_moments import MAX_RANK, advance_moments_
 from rankwise.ldadam.cuda.low_rank_step import Factors, low_rank_step_
 from rankwise.ldadam.formulas import basis_weights
 from rankwise.ldadam.in_place import InPlace, LowRankStep
-from rankwise.ldadam.signature import ELEMENTS_AT_ONCE, HALVED_AT_ONCE
-from rankwise.updates.orthonormal import MIN_DIAGONAL, MIN_SECOND_DIAGONAL, triangular_factor
+from rankwise.ldadam.signature import calls_of
+from rankwise.updates.orthonormal import MIN_DIAGONAL, MIN_SECOND_DIAGONAL
 
 __all__ = ["ldadam_matrices_", "takes_matrices"]
 
@@ -38,12 +37,9 @@ def takes_matrices(rank: int, *tensors: Tensor, error: Tensor | None = None) -> 
         error: An error buffer outside the gradient's memory, contiguous, in float32 or bfloat16; None: there is none.
     """
     error_fits = error is None or (error.dtype in (torch.float32, torch.bfloat16) and error.is_contiguous())
-    if not error_fits or rank > MAX_RANK or max(tensor.numel() for tensor in tensors) >= 1 << 31:
+    if not error_fits or rank > MAX_RANK or max(map(Tensor.numel, tensors)) >= 1 << 31:
         return False
-    for tensor in tensors:
-        if tensor.dtype != torch.float32 or not tensor.is_contiguous():
-            return False
-    return True
+    return {tensor.dtype for tensor in tensors} == {torch.float32} and all(map(Tensor.is_contiguous, tensors))
 
 
 def ldadam_matrices_(jobs: Sequence[LowRankStep]) -> InPlace:
@@ -52,40 +48,28 @@ def ldadam_matrices_(jobs: Sequence[LowRankStep]) -> InPlace:
     Args:
         jobs: Matrices whose tensors :func:`takes_matrices` accepts.
     """
-    rotations_and_kept = [_step_together(families) for families in _calls(jobs)]
-    rotation, kept = (torch.stack(list(values)).sum() for values in zip(*rotations_and_kept, strict=True))
-    return InPlace(rotation, kept)
+    failed = torch.zeros(len(jobs), dtype=torch.uint8, device=jobs[0].weight.device)
+    first, shares, ranks, identities = 0, [], [], {}
+    for families in _calls(jobs):
+        rank, count = families[0].rank, sum(len(family.jobs) for family in families)
+        if rank not in identities:
+            identities[rank] = torch.eye(rank, dtype=torch.float32, device=failed.device)
+        shares.append(_step_together(families, _Solver(failed[first : first + count], identities[rank])))
+        ranks.append(float(rank))
+        first += count
+    shared = torch.stack(torch._foreach_div(shares, ranks)).sum()
+    return InPlace(len(jobs) - shared, failed.sum())
 
 
 def _calls(jobs: Sequence[LowRankStep]) -> Iterator[list[_Family]]:
     """Yield families of one rank that are computed together."""
-
-    def sign(job: LowRankStep) -> tuple[Any, ...]:
-        return job.state["basis"].shape[1], job.shape, job.step, id(job.group)
-
-    together: list[_Family] = []
-    share = 0.0
     jobs_by_sign: dict[tuple[Any, ...], list[LowRankStep]] = {}
     for job in jobs:
-        jobs_by_sign.setdefault(sign(job), []).append(job)
-    for key in sorted(jobs_by_sign):
-        same_sign = jobs_by_sign[key]
-        rank, chunk = same_sign[0].state["basis"].shape[1], max(1, int(1 / _share(same_sign[0])))
-        for first in range(0, len(same_sign), chunk):
-            family = _Family(same_sign[first : first + chunk])
-            own = len(family.jobs) * _share(family.jobs[0])
-            if together and (together[0].rank != rank or share + own > 1):
-                yield together
-                together, share = [], 0.0
-            together.append(family)
-            share += own
-    if together:
-        yield together
-
-
-def _share(job: LowRankStep) -> float:
-    """Return the share that a matrix has of what may be computed at once."""
-    return max(job.state["exp_avg"].numel() / ELEMENTS_AT_ONCE, job.weight.numel() / HALVED_AT_ONCE)
+        sign = job.state["basis"].shape[1], job.shape, job.step, id(job.group)
+        jobs_by_sign.setdefault(sign, []).append(job)
+    sizes = {sign: (len(alike), sign[0] * sum(sign[1])) for sign, alike in jobs_by_sign.items()}
+    for call in calls_of(sizes):
+        yield [_Family(jobs_by_sign[sign][places.start : places.stop]) for sign, places in call]
 
 
 class _Family:
@@ -95,7 +79,7 @@ class _Family:
         rank: Rank r of the subspace.
         place: Places of the matrices among those that are computed together.
         matrix: The operand C (m, n).
-        basis: The operand U (m, r).
+        basis: The operand U (m, r), halves.
         momentum: The operand M (r, n).
     """
 
@@ -111,16 +95,21 @@ class _Family:
         weights = basis_weights(self.step, group["betas"][0], group["rho"], self.feedback)
         self.weights = float(weights[0]), float(weights[1])
 
-    def read(self, matrices: Sequence[Tensor], bases: Sequence[Tensor], momenta: Sequence[Tensor]) -> None:
-        """Read operands in these halves, which live as long as this object."""
-        self._read = matrices, bases, momenta
-        self.matrix = operand_of(matrices, (1, self.short) if self.jobs[0].right else (self.long, 1))
+    def read(self, bases: Sequence[Tensor]) -> None:
+        """Read the states, and the bases in these halves, which live as long as this object."""
+        self._read = bases
+        turned = self.jobs[0].right
+        self.matrix = operand_of([job.source for job in self.jobs], (1, self.short) if turned else (self.long, 1))
         self.basis = operand_of(bases, (self.rank, 1))
-        self.momentum = operand_of(momenta, (self.long, 1))
+        self.momentum = operand_of([job.state["exp_avg"] for job in self.jobs], (self.long, 1))
 
     def empty(self, *shape: int) -> Tensor:
         """Return an empty stack with a small matrix for each job."""
         return torch.empty(len(self.jobs), *shape, dtype=torch.float32, device=self.jobs[0].weight.device)
+
+    def halves(self, *shape: int) -> Tensor:
+        """Return the memory of the halves of such a stack."""
+        return empty_halves([(len(self.jobs), *shape)], self.jobs[0].weight.device)[0]
 
 
 def _rows(stack: Tensor) -> Operand:
@@ -130,47 +119,56 @@ def _rows(stack: Tensor) -> Operand:
     return Operand(places_of(stack[0]), (stack.stride(-2), stack.stride(-1)), stack.stride(0))
 
 
-def _step_together(families: Sequence[_Family]) -> tuple[Tensor, Tensor]:
-    """Step families of one rank, and return the sum of their bases' rotations and how many bases stay as they were."""
-    count = 0
-    for family in families:
-        family.place = slice(count, count + len(family.jobs))
-        count += len(family.jobs)
-    rank, device = families[0].rank, families[0].jobs[0].weight.device
-    _form(families)
-    grams = torch.empty(count, rank, rank, dtype=torch.float32, device=device)
-    coordinates, inverse, failed = _factored(families, [_coordinates(family) for family in families], grams, -1)
-    images = [_image(family, inverse, x) for family, x in zip(families, coordinates, strict=True)]
-    del coordinates
-    images, inverse, failed_image = _factored(families, images, grams, -2)
-    bases = []
-    # The second pass makes the columns orthonormal to what float32 has.
-    for family, y in zip(families, images, strict=True):
-        basis = family.empty(family.short, rank)
-        grouped_product_(basis, _rows(y), _rows(inverse[:, family.place]).turned, rank)
-        grouped_product_(grams[family.place], _rows(basis).turned, _rows(basis), family.short)
-        bases.append(basis)
-    inverse, failed_again = _inverse(grams, MIN_SECOND_DIAGONAL)
-    failed = failed | failed_image | failed_again
-    rotations = grams  # The memory is used again, as nobody needs the products any more.
-    for family, candidate in zip(families, bases, strict=True):
-        basis = torch.empty_like(candidate)
-        grouped_product_(basis, _rows(candidate), _rows(inverse[family.place]).turned, rank)
-        _finish(family, basis, failed[family.place], rotations[family.place])
-    return count - rotations.square().sum() / rank, failed.sum()
-
-
-def _form(families: Sequence[_Family]) -> None:
-    """Add gradients to their sources, and halve these and the old states."""
+def _step_together(families: Sequence[_Family], solver: _Solver) -> Tensor:
+    """Step families of one rank, and return the sum of the squares of their bases' rotations."""
     jobs = [job for family in families for job in family.jobs]
-    bases, momenta = (in_halves([job.state[name] for job in jobs]) for name in ("basis", "exp_avg"))
-    matrices = empty_halves([job.source.shape for job in jobs], jobs[0].weight.device)
-    for late in (True, False):
-        some = [(job, half) for job, half in zip(jobs, matrices, strict=True) if (job.gradient is not None) == late]
-        gradients = [job.gradient for job, _ in some if job.gradient is not None]
-        write_halves_([job.source for job, _ in some], [half for _, half in some], gradients if late else None)
+    gradients = [job.gradient for job in jobs if job.gradient is not None]
+    if gradients:
+        torch._foreach_add_([job.source for job in jobs if job.gradient is not None], gradients)
+    bases, first = in_halves([job.state["basis"] for job in jobs]), 0
     for family in families:
-        family.read(matrices[family.place], bases[family.place], momenta[family.place])
+        family.place = slice(first, first := first + len(family.jobs))
+        family.read(bases[family.place])
+    columns = _scaled(families, [_coordinates(family) for family in families], solver)
+    inverse = solver.inverse()
+    images = [_image(family, inverse, columns.pop(0)) for family in families]
+    columns = _scaled(families, images, solver)
+    inverse = solver.inverse()
+    # The second pass makes the columns orthonormal to what float32 has.
+    candidates = [_candidate(family, inverse, columns.pop(0), solver) for family in families]
+    inverse = solver.inverse(MIN_SECOND_DIAGONAL)
+    for family in families:
+        # The rotations take the memory of the products, which nobody needs any more.
+        _finish(
+            family, candidates.pop(0), inverse[family.place], solver.failed[family.place], solver.grams[family.place]
+        )
+    rotations = solver.grams.view(-1)
+    return rotations.dot(rotations)
+
+
+class _Solver:
+    """Factors the (r, r) Gram matrices of all families at once.
+
+    Args:
+        failed: (count,) uint8, zeros; not 0 for those that a factorization has failed of.
+        identity: (r, r).
+
+    Attributes:
+        grams: (count, r, r), to be overwritten.
+    """
+
+    def __init__(self, failed: Tensor, identity: Tensor) -> None:
+        self.failed, self._identity = failed, identity.expand(len(failed), -1, -1)
+        self.grams = torch.empty(self._identity.shape, dtype=identity.dtype, device=identity.device)
+
+    def inverse(self, min_diagonal: float = MIN_DIAGONAL) -> Tensor:
+        """Return the inverses ``L^-1`` of the Cholesky factors (count, r, r).
+
+        Triangular systems with as many right sides as a long matrix has columns take ten times as long as a product.
+        """
+        lower, info = torch.linalg.cholesky_ex(self.grams)
+        judge_(self.grams, lower, info, self.failed, min_diagonal)
+        return torch.linalg.solve_triangular(lower, self._identity, upper=False)
 
 
 def _coordinates(family: _Family) -> Tensor:
@@ -183,59 +181,35 @@ def _coordinates(family: _Family) -> Tensor:
         family.short,
         alpha=family.weights[0],
         beta=family.weights[1],
-        added=tuple(job.state["exp_avg"].data_ptr() for job in family.jobs),
+        added=family.momentum.places,
     )
     return coordinates
 
 
-def _factored(
-    families: Sequence[_Family], stacks: Sequence[Tensor], grams: Tensor, axis: int
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Return the halves of scaled columns, those of the inverses ``L^-1`` of their triangular factors, what failed.
+def _scaled(families: Sequence[_Family], stacks: list[Tensor], solver: _Solver) -> list[Tensor]:
+    """Return the halves (2, b, r, length) of scaled rows, of which the Gram matrices are formed.
 
     A largest entry of one keeps squares in range and makes graded columns harmless, as in
-    :func:`rankwise.updates.orthonormal.cholesky_qr`.
-
-    Args:
-        families: Families.
-        stacks: For each, (b, r, n) or (b, n, r), float32, scaled in place.
-        grams: (count, r, r), overwritten.
-        axis: The one along which a column lies, -1 or -2.
+    :func:`rankwise.updates.orthonormal.cholesky_qr`. The stacks are used up.
     """
-    for stack in stacks:
-        peaks = torch.linalg.vector_norm(stack, ord=float("inf"), dim=axis, keepdim=True)
-        stack.div_(peaks.clamp_min_(torch.finfo(torch.float32).tiny))  # columns of zeros stay zeros
-    columns = in_halves(stacks)
-    for family, stack in zip(families, columns, strict=True):
-        across = _rows(stack) if axis == -1 else _rows(stack).turned
-        grouped_product_(grams[family.place], across, across.turned, stack.shape[axis])
-    inverse, failed = _inverse(grams)
-    return columns, in_halves([inverse])[0], failed
-
-
-def _inverse(grams: Tensor, min_diagonal: float = MIN_DIAGONAL) -> tuple[Tensor, Tensor]:
-    """Return inverses of the Cholesky factors (b, r, r), and which of them failed.
-
-    Triangular systems with as many right sides as a long matrix has columns take ten times as long as a product.
-    """
-    lower, failed = triangular_factor(grams, min_diagonal)
-    identity = torch.eye(grams.shape[-1], dtype=grams.dtype, device=grams.device)
-    return torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False).contiguous(), failed
+    rows = in_halves(stacks, scaled=True)
+    stacks.clear()
+    for family, halves in zip(families, rows, strict=True):
+        grouped_product_(solver.grams[family.place], _rows(halves), _rows(halves).turned, halves.shape[-1])
+    return rows
 
 
 def _image(family: _Family, inverse: Tensor, x: Tensor) -> Tensor:
-    """Return ``Y = w_C C Q + w_M U (M Q)`` (b, m, r) for the orthonormal ``Q^T = L^-1 X^T``, of halves."""
-    small, image = family.empty(family.rank, family.rank), family.empty(family.short, family.rank)
-    (across,) = empty_halves([x.shape[1:]], x.device)
-    grouped_product_(across, _rows(inverse[:, family.place]), _rows(x), family.rank)
-    columns = _rows(across).turned
-    grouped_product_(small, family.momentum, columns, family.long)
-    (halves,) = in_halves([small])  # Operands are addresses, and keep nothing.
-    grouped_product_(image, family.basis, _rows(halves), family.rank)
+    """Return ``Y^T = w_C Q^T C^T + w_M (M Q)^T U^T`` (b, r, m) for the orthonormal ``Q^T = L^-1 X^T``."""
+    across, small = family.halves(family.rank, family.long), family.halves(family.rank, family.rank)
+    grouped_product_(across, _rows(inverse[family.place]), _rows(x), family.rank)
+    grouped_product_(small, _rows(across), family.momentum.turned, family.long)
+    image = family.empty(family.rank, family.short)
+    grouped_product_(image, _rows(small), family.basis.turned, family.rank)
     grouped_product_(
         image,
-        family.matrix,
-        columns,
+        _rows(across),
+        family.matrix.turned,
         family.long,
         alpha=family.weights[0],
         beta=family.weights[1],
@@ -244,30 +218,38 @@ def _image(family: _Family, inverse: Tensor, x: Tensor) -> Tensor:
     return image
 
 
-def _finish(family: _Family, basis: Tensor, failed: Tensor, rotation: Tensor) -> None:
-    """Update moments, states, weights and error buffers with the new basis (b, m, r)."""
+def _candidate(family: _Family, inverse: Tensor, y: Tensor, solver: _Solver) -> Tensor:
+    """Return the first pass's basis ``Y L^-T`` (b, m, r), whose Gram matrices are formed."""
+    candidate = family.empty(family.short, family.rank)
+    grouped_product_(candidate, _rows(y).turned, _rows(inverse[family.place]).turned, family.rank)
+    grouped_product_(solver.grams[family.place], _rows(candidate).turned, _rows(candidate), family.short)
+    return candidate
+
+
+def _finish(family: _Family, candidate: Tensor, inverse: Tensor, failed: Tensor, rotation: Tensor) -> None:
+    """Update bases, moments, weights and error buffers; what has failed keeps its basis."""
     jobs, group = family.jobs, family.group
-    states = [job.state["basis"] for job in jobs]
-    keep_(basis, [state.data_ptr() for state in states], failed)
-    (halves,) = in_halves([basis])
-    grouped_product_(rotation, _rows(halves).turned, family.basis, family.short)
+    basis = family.halves(family.short, family.rank)
+    states = tuple(map(Tensor.data_ptr, [job.state["basis"] for job in jobs]))
+    grouped_product_(basis, _rows(candidate), _rows(inverse).turned, family.rank, added=states, failed=failed)
+    grouped_product_(rotation, _rows(basis).turned, family.basis, family.short)
     coordinates = family.empty(family.rank, family.long)
-    grouped_product_(coordinates, _rows(halves).turned, family.matrix, family.short)
-    directions, momenta = advance_moments_(
+    grouped_product_(coordinates, _rows(basis).turned, family.matrix, family.short)
+    momenta = [job.state["exp_avg"] for job in jobs]
+    directions = advance_moments_(
         coordinates,
         rotation,
-        [job.state["exp_avg"] for job in jobs],
+        momenta,
         [job.state["exp_avg_sq"] for job in jobs],
         step=family.step,
         betas=group["betas"],
         eps=group["eps"],
         error_feedback=family.feedback,
     )
-    copy_(states, list(basis.unbind()))
     kept = momenta if family.feedback else [None] * len(jobs)
     low_rank_step_(
         [job.weight for job in jobs],
-        [Factors(0, *parts) for parts in zip(halves.unbind(1), directions, kept, strict=True)],
+        [Factors(0, *parts) for parts in zip(basis.unbind(1), directions, kept, strict=True)],
         [job.source for job in jobs] if family.feedback else None,
         [job.source if job.error is None else job.error for job in jobs] if family.feedback else None,
         cols=jobs[0].shape[1],

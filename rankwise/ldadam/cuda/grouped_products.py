@@ -1,7 +1,8 @@
 r"""One launch computes ``O = alpha A B + beta D`` for many matrices of one shape, wherever they lie.
 
 The operands are read once and the result is written once, if the caches keep what tiles read again. Sums are in fp32.
-Tensor cores multiply halves (:mod:`.halves`); fp32 is multiplied as it is.
+Tensor cores multiply halves (:mod:`.halves`), and split what is fp32 beside halves where they read it; two fp32 factors
+are multiplied as they are.
 """
 
 from __future__ import annotations
@@ -21,13 +22,12 @@ from rankwise.kernels.triton.language import ceil_div, jit, launch
 from rankwise.kernels.triton.tables import KEPT_TABLES, Table, table_here
 from rankwise.ldadam.cuda.halves import multiply_halves, read_halves, split
 
-__all__ = ["Operand", "grouped_product_", "keep_", "operand_of", "places_of", "table_of_pairs"]
+__all__ = ["Operand", "grouped_product_", "judge_", "operand_of", "places_of", "table_of_pairs"]
 
 _FLOAT32, _HALVES = (128, 64), (128, 128)
 """Rows and columns of a tile."""
 _DEPTH, _LEAST = 32, 16
 _ENOUGH = 256  # With fewer programs than this, smaller tiles occupy more of the device.
-_BLOCK = 1024
 
 
 class Operand(NamedTuple):
@@ -52,7 +52,7 @@ class Operand(NamedTuple):
 def operand_of(factors: Sequence[Tensor], strides: tuple[int, int]) -> Operand:
     """Return the operand that tensors are, or halves that were made together, with the strides of a factor."""
     low = factors[0].stride(0) if factors[0].dtype == torch.bfloat16 else 0
-    return Operand(tuple(factor.data_ptr() for factor in factors), strides, low)
+    return Operand(tuple(map(Tensor.data_ptr, factors)), strides, low)
 
 
 def places_of(stack: Tensor) -> Sequence[int]:
@@ -85,24 +85,28 @@ def grouped_product_(
     alpha: float = 1.0,
     beta: float = 0.0,
     added: Sequence[int] | None = None,
+    failed: Tensor | None = None,
 ) -> None:
     """Compute ``O = alpha A B + beta D`` for every pair.
 
     Args:
         out: ``O`` (pairs, rows, columns), contiguous fp32, or its halves (2, pairs, rows, columns); overwritten.
         left: ``A``, (rows, depth) each, fp32 or halves.
-        right: ``B``, (depth, columns) each, of the kind of ``A``.
+        right: ``B``, (depth, columns) each, fp32 or halves.
         depth: Length of the sums.
         alpha: Factor of the product.
         beta: Factor of ``D``.
         added: Addresses of ``D``, (rows, columns) each and contiguous fp32, as a range or a tuple; ``D`` may be ``O``.
             None: nothing is added.
+        failed: (pairs,) uint8. Where it is not 0 the product is given up, and ``O`` is ``D``; elsewhere ``D`` becomes
+            ``O``, to which nothing is added. None: ``D`` is read alone.
     """
     pairs, rows, columns = out.shape[-3:]
     halved = out.dim() == 4
     targets = places_of(out[0] if halved else out)
     table, aligned = _table((left.places, right.places, targets if added is None else added, targets), out.device)
-    most = _HALVES if left.low else _FLOAT32
+    halves = left.low > 0, right.low > 0
+    most = _HALVES if any(halves) else _FLOAT32
     if pairs * ceil_div(rows, most[0]) * ceil_div(columns, most[1]) < _ENOUGH:
         most = most[0] // 2, 64
     tile = [
@@ -114,6 +118,7 @@ def grouped_product_(
         (ceil_div(columns, tile[1]), ceil_div(rows, tile[0]), pairs),
         out.device,
         table,
+        table if failed is None else failed,
         rows,
         columns,
         depth,
@@ -124,8 +129,10 @@ def grouped_product_(
         out.stride(0) if halved else 0,
         float(alpha),
         float(beta),
-        ADDED=added is not None,
-        HALVED=left.low > 0,
+        ADDED=added is not None and failed is None,
+        KEPT=failed is not None,
+        LEFT_HALVED=halves[0],
+        RIGHT_HALVED=halves[1],
         OUT_HALVED=halved,
         ALIGNED=aligned,
         ROWS=tile[0],
@@ -135,32 +142,45 @@ def grouped_product_(
     )
 
 
-def keep_(found: Tensor, old: Sequence[int], failed: Tensor) -> None:
-    """Put old matrices in the place of those that failed; the others cost nothing.
+def judge_(grams: Tensor, factors: Tensor, info: Tensor, failed: Tensor, min_diagonal: float) -> None:
+    """Mark triangular factors that cannot be trusted, as :func:`rankwise.updates.orthonormal.triangular_factor` does.
 
     Args:
-        found: New matrices (matrices, ...), contiguous fp32, changed in place.
-        old: Addresses of the old matrices.
-        failed: (matrices,) bool, which matrices failed.
+        grams: (matrices, r, r), contiguous fp32.
+        factors: (matrices, r, r), by rows or by columns.
+        info: (matrices,) int32, what the factorization says of itself.
+        failed: (matrices,) uint8, in which 1 is written.
+        min_diagonal: Smallest diagonal entry that is accepted, relative to the length of its column.
     """
-    numel = found[0].numel()
-    table = table_here(tuple(old), found.device)
-    grid = (ceil_div(numel, _BLOCK), len(found))
-    launch(_keep_kernel, grid, found.device, table, found, failed.view(torch.uint8), numel, BLOCK=_BLOCK)
+    count, rank, _ = grams.shape
+    size = max(_LEAST, 1 << (rank - 1).bit_length())
+    launch(_judge_kernel, (count,), grams.device, grams, factors, info, failed, rank, float(min_diagonal), SIZE=size)
 
 
 @jit
-def _keep_kernel(table: tl.tensor, found: tl.tensor, failed: tl.tensor, numel: tl.tensor, BLOCK: tl.constexpr) -> None:
-    entry = tl.program_id(1).to(tl.int64)
-    if tl.load(failed + entry) != 0:
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        old = tl.load(table + entry).to(tl.pointer_type(tl.float32))
-        tl.store(found + entry * numel + at, tl.load(old + at, mask=at < numel), mask=at < numel)
+def _judge_kernel(
+    grams: tl.tensor,
+    factors: tl.tensor,
+    info: tl.tensor,
+    failed: tl.tensor,
+    rank: tl.tensor,
+    min_diagonal: tl.tensor,
+    SIZE: tl.constexpr,
+) -> None:
+    entry = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, SIZE)
+    place = entry * rank * rank + lanes * (rank + 1)
+    lengths = tl.sqrt(tl.load(grams + place, mask=lanes < rank, other=0.0))
+    diagonal = tl.load(factors + place, mask=lanes < rank, other=0.0)
+    accepted = (diagonal >= min_diagonal * lengths) | (lanes >= rank)
+    if (tl.min(accepted.to(tl.int32), axis=0) == 0) | (tl.load(info + entry) != 0):
+        tl.store(failed + entry, 1)
 
 
 @jit
 def _grouped_product_kernel(
     table: tl.tensor,
+    failed: tl.tensor,
     rows: tl.tensor,
     columns: tl.tensor,
     depth: tl.tensor,
@@ -174,7 +194,9 @@ def _grouped_product_kernel(
     alpha: tl.tensor,
     beta: tl.tensor,
     ADDED: tl.constexpr,
-    HALVED: tl.constexpr,
+    KEPT: tl.constexpr,
+    LEFT_HALVED: tl.constexpr,
+    RIGHT_HALVED: tl.constexpr,
     OUT_HALVED: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -182,9 +204,8 @@ def _grouped_product_kernel(
     DEPTH: tl.constexpr,
 ) -> None:
     entry = tl.program_id(2).to(tl.int64)
-    ELEMENT: tl.constexpr = tl.bfloat16 if HALVED else tl.float32
-    left = tl.load(table + 4 * entry).to(tl.pointer_type(ELEMENT))
-    right = tl.load(table + 4 * entry + 1).to(tl.pointer_type(ELEMENT))
+    left = tl.load(table + 4 * entry).to(tl.pointer_type(tl.bfloat16 if LEFT_HALVED else tl.float32))
+    right = tl.load(table + 4 * entry + 1).to(tl.pointer_type(tl.bfloat16 if RIGHT_HALVED else tl.float32))
     added = tl.load(table + 4 * entry + 2).to(tl.pointer_type(tl.float32))
     out = tl.load(table + 4 * entry + 3).to(tl.pointer_type(tl.bfloat16 if OUT_HALVED else tl.float32))
     if ALIGNED:
@@ -202,9 +223,9 @@ def _grouped_product_kernel(
         at_right = right + (along[:, None] * right_depth + at_columns[None, :] * right_column)
         in_left = (at_rows[:, None] < rows) & (along[None, :] < depth)
         in_right = (along[:, None] < depth) & (at_columns[None, :] < columns)
-        if HALVED:
-            a_high, a_low = read_halves(at_left, left_low, in_left)
-            b_high, b_low = read_halves(at_right, right_low, in_right)
+        if LEFT_HALVED or RIGHT_HALVED:
+            a_high, a_low = read_halves(at_left, left_low, in_left, LEFT_HALVED)
+            b_high, b_low = read_halves(at_right, right_low, in_right, RIGHT_HALVED)
             total = multiply_halves(a_high, a_low, b_high, b_low, total)
         else:
             a = tl.load(at_left, mask=in_left, other=0.0)
@@ -215,6 +236,11 @@ def _grouped_product_kernel(
     result = alpha * total
     if ADDED:
         result += beta * tl.load(added + place, mask=inside, other=0.0)
+    if KEPT:
+        if tl.load(failed + entry) != 0:
+            result = tl.load(added + place, mask=inside, other=0.0)
+        else:
+            tl.store(added + place, result, mask=inside)
     if OUT_HALVED:
         high, low = split(result)
         tl.store(out + place, high, mask=inside)

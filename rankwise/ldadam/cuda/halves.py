@@ -1,21 +1,22 @@
 r"""Float32 numbers as two bfloat16 halves, ``x = high + low`` to 2^-17, which tensor cores multiply in three products.
 
 The dropped product of the low halves is as small as what both halves leave out: an error of 2 to 3e-6 of the length of
-a vector, where one product of bfloat16 makes 1 to 2e-3. Whoever writes a matrix that long products read writes its
-halves, which have as many bytes as the numbers themselves.
+a vector, where one product of bfloat16 makes 1 to 2e-3. Thin factors are halved once, by whoever writes them, as every
+tile of a product reads them again; large matrices stay as they are, and are split where they are read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from rankwise.kernels.triton.language import ceil_div, jit, launch
-from rankwise.kernels.triton.segments import Runs, lanes_of, moved, place_of, read, wide, write
+from rankwise.kernels.triton.segments import addresses, tiles_of
+from rankwise.kernels.triton.tables import table_here
 
 __all__ = [
     "empty_halves",
@@ -24,7 +25,6 @@ __all__ = [
     "multiply_halves",
     "read_halves",
     "split",
-    "write_halves_",
 ]
 
 TILE = 2048
@@ -42,28 +42,26 @@ def empty_halves(shapes: Sequence[Sequence[int]], device: torch.device) -> list[
     ]
 
 
-def in_halves(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the halves of contiguous float32 tensors, as :func:`empty_halves` lays them out."""
-    halves = empty_halves([tensor.shape for tensor in tensors], tensors[0].device)
-    write_halves_(tensors, halves)
-    return halves
-
-
-def write_halves_(tensors: Sequence[Tensor], halves: Sequence[Tensor], added: Sequence[Tensor] | None = None) -> None:
-    """Split tensors, to which others may be added before: 16 bytes an element, or 8 where nothing is.
+def in_halves(tensors: Sequence[Tensor], scaled: bool = False) -> list[Tensor]:
+    """Return halves, as :func:`empty_halves` lays them out: 8 bytes an element.
 
     Args:
-        tensors: Contiguous float32; sums replace them.
-        halves: As :func:`empty_halves` returned them together.
-        added: Contiguous float32, as many; None: nothing is added.
+        tensors: Contiguous float32.
+        scaled: Whether every row, along the last dimension, is divided by its largest entry; rows of zeros stay zeros.
     """
-    if not tensors:
-        return
-    fields = [tensors] if added is None else [tensors, added]
-    types = [torch.float32] * len(fields) + [torch.bfloat16]
-    runs = Runs([*fields, [half[0] for half in halves]], TILE, types=types)
-    low = halves[0].stride(0)
-    launch(_halves_kernel, (runs.count,), runs.device, runs.table, runs.tiles, low, ADDED=added is not None, BLOCK=TILE)
+    device = tensors[0].device
+    halves = empty_halves([tensor.shape for tensor in tensors], device)
+    lengths = [tensor.shape[-1] if scaled else tensor.numel() for tensor in tensors]
+    places = addresses(tensors), addresses([half[0] for half in halves], torch.bfloat16)
+    table = table_here(tuple(chain.from_iterable(zip(*places, lengths, strict=True))), device)
+    if scaled:
+        rows = [tensor.numel() // length for tensor, length in zip(tensors, lengths, strict=True)]
+        tiles = tiles_of(tuple(rows), 1, device)
+    else:
+        tiles = tiles_of(tuple(lengths), TILE, device)
+    given = table, tiles.rows, halves[0].stride(0)
+    launch(_halves_kernel, (tiles.count,), device, *given, SCALED=scaled, BLOCK=TILE)
+    return halves
 
 
 @jit
@@ -92,44 +90,38 @@ def multiply_halves(
 
 
 @jit
-def read_halves(place: tl.tensor, low: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    """Return the halves of a tile in memory, the low one so many elements behind the high one."""
-    return tl.load(place, mask=inside, other=0.0), tl.load(place + low, mask=inside, other=0.0)
+def read_halves(place: tl.tensor, low: tl.tensor, inside: tl.tensor, HALVED: tl.constexpr) -> tl.tensor:
+    """Return the halves of a tile of float32, or those in memory, the low one so many elements behind the high one."""
+    if HALVED:
+        return tl.load(place, mask=inside, other=0.0), tl.load(place + low, mask=inside, other=0.0)
+    else:
+        return split(tl.load(place, mask=inside, other=0.0))
 
 
 @jit
 def _halves_kernel(
-    table: tl.tensor, tiles: tl.tensor, low: tl.tensor, ADDED: tl.constexpr, BLOCK: tl.constexpr
+    table: tl.tensor, tiles: tl.tensor, low: tl.tensor, SCALED: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
-    FIELDS: tl.constexpr = 3 if ADDED else 2
     program = tl.program_id(0).to(tl.int64)
-    row = table + tl.load(tiles + 2 * program) * (FIELDS + 1)
+    run = table + tl.load(tiles + 2 * program) * 3
+    length = tl.load(run + 2)
     start = tl.load(tiles + 2 * program + 1)
-    length = tl.load(row + FIELDS)
-    if (start + BLOCK <= length) & wide(row, FIELDS):
-        _halve_tile(row, start, length, low, ADDED, BLOCK, True)
+    lanes = tl.arange(0, BLOCK)
+    if SCALED:
+        start *= length
     else:
-        _halve_tile(row, start, length, low, ADDED, BLOCK, False)
-
-
-@jit
-def _halve_tile(
-    row: tl.tensor,
-    start: tl.tensor,
-    length: tl.tensor,
-    low: tl.tensor,
-    ADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FAST: tl.constexpr,
-) -> None:
-    lanes = lanes_of(BLOCK)
-    inside = start + lanes < length
-    place = place_of(row, 0, start, FAST)
-    value = read(place, lanes, inside, FAST)
-    if ADDED:
-        value += read(place_of(row, 1, start, FAST), lanes, inside, FAST)
-        write(place, value, lanes, inside, FAST)
-    first, second = split(value)
-    target = place_of(row, 2 if ADDED else 1, start, FAST, tl.bfloat16)
-    write(target, first, lanes, inside, FAST)
-    write(moved(target, low, FAST), second, lanes, inside, FAST)
+        length = tl.minimum(length - start, BLOCK)
+    source = tl.load(run).to(tl.pointer_type(tl.float32)) + start
+    target = tl.load(run + 1).to(tl.pointer_type(tl.bfloat16)) + start
+    if SCALED:
+        peaks = tl.full((BLOCK,), 1.1754943508222875e-38, tl.float32)
+        for first in range(0, length, BLOCK):
+            inside = first + lanes < length
+            peaks = tl.maximum(peaks, tl.abs(tl.load(source + first + lanes, mask=inside, other=0.0)))
+        peak = tl.max(peaks, axis=0)
+    for first in range(0, length, BLOCK):
+        inside = first + lanes < length
+        value = tl.load(source + first + lanes, mask=inside, other=0.0)
+        high, rest = split(tl.div_rn(value, peak) if SCALED else value)
+        tl.store(target + first + lanes, high, mask=inside)
+        tl.store(target + low + first + lanes, rest, mask=inside)

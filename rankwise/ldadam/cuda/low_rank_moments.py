@@ -1,8 +1,8 @@
 r"""One launch rotates and advances LDAdam's moments where they lie, and writes directions, for many matrices.
 
-Bytes (fp32) per element of (r, n): 12 read and 16 written, the rotation besides. A program has all rows of some
-columns, so that nothing is written that another program still reads. Directions and new momenta are written as halves,
-for the products of the step.
+Bytes (fp32) per element of (r, n): 12 read and 12 written, the rotation besides. A program has all rows of some
+columns, so that nothing is written that another program still reads. Directions are written as halves, for the products
+of the step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def advance_moments_(
     betas: tuple[float, float],
     eps: float,
     error_feedback: bool,
-) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+) -> Sequence[Tensor]:
     """Do :func:`rankwise.ldadam.rule.low_rank_moments` in place, from the second step on.
 
     Args:
@@ -50,7 +50,7 @@ def advance_moments_(
         error_feedback: Whether ``projected`` comes from ``C = G + F``.
 
     Returns:
-        Halves (2, r, n) of the directions and of the first moments.
+        Halves (2, r, n) of the directions.
 
     Raises:
         ValueError: The rank is above :data:`MAX_RANK`, or a moment is not contiguous fp32.
@@ -62,7 +62,7 @@ def advance_moments_(
     places = tuple(chain.from_iterable(zip(addresses(firsts), addresses(seconds), strict=True)))
     rows = max(_LEAST, 1 << (rank - 1).bit_length())
     columns = max(_LEAST, min(64, _ELEMENTS // rows))
-    directions, momenta = empty_halves([projected.shape] * 2, projected.device)
+    (directions,) = empty_halves([projected.shape], projected.device)
     launch(
         _moments_kernel,
         (ceil_div(length, columns), batch),
@@ -71,7 +71,6 @@ def advance_moments_(
         projected,
         rotation,
         directions,
-        momenta,
         directions.stride(0),
         rank,
         length,
@@ -91,7 +90,7 @@ def advance_moments_(
         DEPTH=_DEPTH if rows <= 256 else _DEPTH // 2,  # what a program reads at once lies in registers, too
         num_warps=16 if rows > 256 else 8,
     )
-    return directions.unbind(1), momenta.unbind(1)
+    return directions.unbind(1)
 
 
 @jit
@@ -100,7 +99,6 @@ def _moments_kernel(
     projected: tl.tensor,
     rotation: tl.tensor,
     direction: tl.tensor,
-    kept: tl.tensor,
     low: tl.tensor,
     rank: tl.tensor,
     length: tl.tensor,
@@ -154,6 +152,3 @@ def _moments_kernel(
     high, rest = split(tl.div_rn(first * step_scale, tl.sqrt_rn(second * root_scale) + eps))
     tl.store(direction + at_entry, high, mask=inside)
     tl.store(direction + low + at_entry, rest, mask=inside)
-    high, rest = split(first)
-    tl.store(kept + at_entry, high, mask=inside)
-    tl.store(kept + low + at_entry, rest, mask=inside)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 from itertools import chain
-from operator import or_
+from operator import or_, sub
 from typing import NamedTuple
 
 import torch
@@ -33,26 +33,21 @@ _ERROR_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 class Factors(NamedTuple):
-    """What the owner of a matrix returns for one shard, contiguous fp32 or halves; m <= n are the sides of the matrix.
+    """What the owner of a matrix returns for one shard, contiguous; m <= n are the sides of the matrix.
 
     Halves are (2, ...) of the shapes below, and of all shards of a launch as far apart, for each kind of factor.
 
     Attributes:
         start: Flat index of the shard's first element in its (rows, cols) parameter.
-        basis: ``U`` (m, r).
-        direction: ``D`` (r, n).
-        kept: ``Z`` (r, n), the part that the error buffer loses; None without error feedback.
+        basis: ``U`` (m, r), fp32 or halves.
+        direction: ``D`` (r, n), of the kind of the basis.
+        kept: ``Z`` (r, n), fp32, the part that the error buffer loses; None without error feedback.
     """
 
     start: int
     basis: Tensor
     direction: Tensor
     kept: Tensor | None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The basis, the direction and, with error feedback, the kept part."""
-        return [self.basis, self.direction] if self.kept is None else [self.basis, self.direction, self.kept]
 
 
 def low_rank_step_(
@@ -89,23 +84,18 @@ def low_rank_step_(
     device = params[0].device
     rank, long = factors[0].direction.shape[-2:]
     if factors[0].basis.dtype == torch.float32:
-        halves = iter(in_halves([tensor for part in factors for tensor in part.tensors]))
-        factors = [
-            Factors(part.start, next(halves), next(halves), None if part.kept is None else next(halves))
-            for part in factors
-        ]
-    lows = [tensor.stride(0) for tensor in factors[0].tensors]
+        halves = in_halves([tensor for part in factors for tensor in (part.basis, part.direction)])
+        pairs = zip(factors, halves[::2], halves[1::2], strict=True)
+        factors = [Factors(part.start, basis, direction, part.kept) for part, basis, direction in pairs]
     error_dtype = errors[0].dtype if errors else torch.float32
     rows = _shard_rows(params, factors, sources, errors, error_dtype)
     table = table_here(tuple(chain.from_iterable(rows)), device)
     aligned = reduce(or_, chain.from_iterable(rows), cols) % 16 == 0
-    ends = [(part.start % cols + param.numel(), param.numel()) for part, param in zip(factors, params, strict=True)]
-    # Of whole matrices, whose factors are read along the rows many elements at a time.
-    even = all(
-        (part.start // cols | ceil_div(part.start + n, cols)) % 16 == 0
-        for part, (_, n) in zip(factors, ends, strict=True)
-    )
-    touched = tuple(ceil_div(end, cols) if numel else 0 for end, numel in ends)
+    # First and last row that each shard touches; of whole matrices factors are read along the rows, many at a time.
+    firsts = [part.start // cols for part in factors]
+    lasts = [-(-(part.start + param.numel()) // cols) for part, param in zip(factors, params, strict=True)]
+    even = reduce(or_, chain(firsts, lasts)) % 16 == 0
+    touched = tuple(map(sub, lasts, firsts))
     # Without alignment, addresses of single elements take registers.
     block_rows = BLOCK_ROWS if aligned else BLOCK_ROWS // 2
     tiles = tiles_of(touched, block_rows, device)
@@ -119,8 +109,8 @@ def low_rank_step_(
         float(weight_decay),
         cols,
         rank,
-        *lows,
-        *([0] * (3 - len(lows))),
+        factors[0].basis.stride(0),
+        factors[0].direction.stride(0),
         # These are strides of the factor with the parameter's rows, and of the factor with its columns.
         *((1, long, 1, rank) if right else (rank, 1, long, 1)),
         RIGHT=right,
@@ -148,12 +138,14 @@ def _shard_rows(
     if error_dtype not in _ERROR_TYPES:
         raise ValueError(f"error buffers must be float32 or bfloat16, got {error_dtype}; use the plain functions")
     none = [0] * len(params)
-    lengths = [param.numel() for param in params]
+    lengths = list(map(Tensor.numel, params))
     for tensors in (sources, errors):
-        if tensors is not None and [tensor.numel() for tensor in tensors] != lengths:
+        if tensors is not None and list(map(Tensor.numel, tensors)) != lengths:
             raise ValueError("sources and errors need one run per shard, of its length")
     shapes = {(part.basis.shape, part.direction.shape) for part in factors}
-    if len(shapes) != 1 or any(part.kept is not None and part.kept.shape != part.direction.shape for part in factors):
+    if len(shapes) != 1 or any(
+        part.kept is not None and part.kept.shape != part.direction.shape[1:] for part in factors
+    ):
         raise ValueError("the factors of one launch must have the same shapes; call once per shape")
 
     def places(tensors: Sequence[Tensor]) -> list[int]:
@@ -166,7 +158,7 @@ def _shard_rows(
         none if errors is None else addresses(errors, error_dtype),
         places([part.basis for part in factors]),
         places([part.direction for part in factors]),
-        places(kept) if kept else none,
+        addresses(kept) if kept else none,
         lengths,
         [part.start for part in factors],
     )
@@ -183,7 +175,6 @@ def _step_kernel(
     rank: tl.tensor,
     basis_low: tl.tensor,
     ahead_low: tl.tensor,
-    kept_low: tl.tensor,
     left_row: tl.tensor,
     left_rank: tl.tensor,
     right_rank: tl.tensor,
@@ -207,7 +198,7 @@ def _step_kernel(
     errors = tl.load(row + 2).to(tl.pointer_type(ERROR))
     basis = tl.load(row + 3).to(tl.pointer_type(tl.bfloat16))
     ahead = tl.load(row + 4).to(tl.pointer_type(tl.bfloat16))
-    kept = tl.load(row + 5).to(tl.pointer_type(tl.bfloat16))
+    kept = tl.load(row + 5).to(tl.pointer_type(tl.float32))
     if ALIGNED:
         length, start = tl.multiple_of(length, 16), tl.multiple_of(start, 16)
         weights, sources, errors = tl.multiple_of(weights, 16), tl.multiple_of(sources, 16), tl.multiple_of(errors, 16)
@@ -230,18 +221,18 @@ def _step_kernel(
         in_left = (rows[:, None] < end_row) & (along[None, :] < rank)
         in_right = (along[:, None] < rank) & (columns[None, :] < cols)
         if RIGHT:
-            high, low = read_halves(basis + rights, basis_low, in_right)
-            a_high, a_low = read_halves(ahead + lefts, ahead_low, in_left)
+            high, low = read_halves(basis + rights, basis_low, in_right, True)
+            a_high, a_low = read_halves(ahead + lefts, ahead_low, in_left, True)
             moved = multiply_halves(a_high, a_low, high, low, moved)
             if FEEDBACK:
-                a_high, a_low = read_halves(kept + lefts, kept_low, in_left)
+                a_high, a_low = read_halves(kept + lefts, 0, in_left, False)
                 lost = multiply_halves(a_high, a_low, high, low, lost)
         else:
-            high, low = read_halves(basis + lefts, basis_low, in_left)
-            b_high, b_low = read_halves(ahead + rights, ahead_low, in_right)
+            high, low = read_halves(basis + lefts, basis_low, in_left, True)
+            b_high, b_low = read_halves(ahead + rights, ahead_low, in_right, True)
             moved = multiply_halves(high, low, b_high, b_low, moved)
             if FEEDBACK:
-                b_high, b_low = read_halves(kept + rights, kept_low, in_right)
+                b_high, b_low = read_halves(kept + rights, 0, in_right, False)
                 lost = multiply_halves(high, low, b_high, b_low, lost)
     rate = number(lr, LR_ON_DEVICE)
     weight = tl.load(weights + at, mask=inside, other=0.0)

@@ -18,32 +18,12 @@ from rankwise.mkor.preconditioning import AT_ONCE, Gradient, Preconditioned
 from rankwise.mkor.product_groups import ProductForm, ProductGroup, ProductGroups, aligned
 from rankwise.mkor.vector_windows import Factor, Window, multiply_
 
-__all__ = ["AT_ONCE", "precondition_into", "preconditioned", "preconditioned_as", "takes"]
+__all__ = ["AT_ONCE", "precondition_into", "preconditioned_as", "takes"]
 
 
 def takes(dtype: torch.dtype, product: torch.dtype) -> bool:
     """Whether there is a form for gradients of this type with products in this type."""
     return dtype == torch.float32 and product in ELEMENTS
-
-
-def preconditioned(gradients: Sequence[Gradient], product: torch.dtype, rescale: bool) -> Preconditioned:
-    """Multiply gradients by their factor inverses, as :func:`rankwise.mkor.formulas.precondition` does.
-
-    Args:
-        gradients: Gradients of contiguous fp32 runs, at least one.
-        product: Type of the products, and of the results.
-        rescale: Whether the results get the norms of the gradients. A result whose norm is 0 or not finite becomes the
-            gradient, rounded to the type of the products.
-
-    Returns:
-        The results, in the order of the gradients and of their runs.
-
-    Raises:
-        ValueError: A run is no contiguous fp32 run, or a gradient has no factor.
-    """
-    runs = [run for gradient in gradients for run in gradient.runs]
-    lefts, rights = _sides(gradients)
-    return preconditioned_as(_arranged(gradients), runs, lefts, rights, product, rescale)
 
 
 def preconditioned_as(
@@ -54,15 +34,22 @@ def preconditioned_as(
     product: torch.dtype,
     rescale: bool,
 ) -> Preconditioned:
-    """Do :func:`preconditioned` for gradients whose arrangement is planned.
+    """Multiply gradients by their factor inverses, as :func:`rankwise.mkor.formulas.precondition` does.
 
     Args:
         arrangement: Places of the gradients, and which are multiplied together.
-        runs: Runs of all gradients, in order.
+        runs: Contiguous fp32 runs of all gradients, in order.
         lefts: Factor inverses for the rows of every gradient; None for the identity.
         rights: Factor inverses for the columns of every gradient; None for the identity.
         product: Type of the products, and of the results.
-        rescale: Whether the results get the norms of the gradients, by factors that remain to be multiplied.
+        rescale: Whether the results get the norms of the gradients, by factors that remain to be multiplied. A result
+            whose norm is 0 or not finite becomes the gradient, rounded to the type of the products.
+
+    Returns:
+        The results, in the order of the gradients and of their runs.
+
+    Raises:
+        ValueError: A run is no contiguous fp32 run.
     """
     work = _Work(arrangement, runs, lefts, rights, product)
     passes = work.multiply(rescale)
@@ -76,7 +63,7 @@ def preconditioned_as(
 def precondition_into(
     out: Sequence[Sequence[Tensor]], gradients: Sequence[Gradient], product: torch.dtype, rescale: bool
 ) -> None:
-    """Write what :func:`preconditioned` computes in fp32, some of the gradients at a time.
+    """Write what :func:`preconditioned_as` computes in fp32, some of the gradients at a time.
 
     Args:
         out: Contiguous fp32 runs for the results, as many and as long as the runs of each gradient.
