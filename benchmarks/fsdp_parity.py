@@ -43,7 +43,7 @@ Allowed there is 3.
 """
 
 _LARGEST = """
-For the same runs, the largest difference of a single weight relative to the largest change of a weight. One flipped
+This is the largest difference of a single weight in these runs, relative to the largest change of a weight. One flipped
 sign is a whole step here, for AdamW as for MARS-Lion.
 """
 

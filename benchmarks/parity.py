@@ -13,8 +13,8 @@ _HEAD = """# Parity under DeepSpeed
 
 Does a run under DeepSpeed follow one process of plain PyTorch? Every JSON type was tried under every wrapper, precision
 and number of ranks: ten steps of a small model whose matrices are cut inside a row, two micro-batches per step,
-clipping that acts in every step. AdamW shows how far rounding alone moves a run. The worst cell of each type,
-end to end:
+clipping that acts in every step. AdamW shows how far rounding alone moves a run. The table has the worst
+cell of each type, end to end:
 
 | precision | AdamW | the middle one of our types | the furthest | which |
 |---|---|---|---|---|
@@ -62,7 +62,7 @@ the cell over AdamW's under that cut, where it is more). Allowed there is 3.
 """
 
 _LARGEST_TEXT = """
-For the same runs, the largest difference of a single weight relative to the largest change of a weight. One flipped
+This is the largest difference of a single weight in these runs, relative to the largest change of a weight. One flipped
 sign is a whole step here, for AdamW as for MARS-Lion.
 """
 

@@ -84,7 +84,7 @@ RECORDINGS: Sequence[Recording] = (
     ),
     Recording(
         "convert checkpoints/universal checkpoints/torch --to torch",
-        "The same for FSDP2 and torch.distributed.checkpoint.",
+        "A checkpoint for FSDP2 and torch.distributed.checkpoint, or for Megatron.",
     ),
 )
 """In the order in which they make sense: later ones read what earlier ones leave."""

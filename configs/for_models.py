@@ -141,7 +141,7 @@ _PUBLISHED: Mapping[tuple[str, str], tuple[Mapping[str, Any], str]] = {
     },
 }
 _ADAMWS = ("sonew", "mkor", "mkor-h")
-"""Those that begin with AdamW's rate: a graft of its length, or itself behind the preconditioner."""
+"""Types that begin with AdamW's rate: their steps have its length, or it steps behind the preconditioner."""
 
 
 def recipe(model: str, name: str) -> Recipe:

@@ -75,7 +75,7 @@ def _huggingface(name: str) -> str:
 
 
 def _megatron(name: str) -> str:
-    """The same values as flags: some are Megatron's own, the others begin with the name of the class."""
+    """Return a type's values as flags: some are Megatron's own, the others begin with the name of the class."""
     values = dict(VALUES[name])
     lines = {
         "optimizer": name if name in BY_NAME else "adam",

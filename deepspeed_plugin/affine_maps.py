@@ -1,4 +1,4 @@
-"""DeepSpeed's own map of a weight that AutoTP has cut says which part of it this rank holds."""
+"""DeepSpeed's own map of a weight that AutoTP or AutoEP has cut says which part of it this rank holds."""
 
 from __future__ import annotations
 
@@ -9,13 +9,58 @@ from math import prod
 from typing import Any
 
 from deepspeed.checkpoint.affine import AffinePiece, ParamAffineMap
-from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
+from deepspeed.checkpoint.constants import AFFINE_MAP, DS_AUTOTP_UC_META
 from torch import Tensor
 
 from rankwise.layout.layout import LayoutError
 from rankwise.layout.tensor_parallel_shards import TensorParallelShard
 
-__all__ = ["tensor_parallel_shard"]
+__all__ = ["expert_shard", "is_stack", "logical_shape", "shape_here", "tensor_parallel_shard"]
+
+# Names of DeepSpeed 0.19.8; earlier versions do not say which experts a rank has.
+_SHARED_OUT, _SHAPE, _RANK = "ds_autoep_uc_meta", "logical_shape", "ep_rank"
+
+
+def is_stack(parameter: Tensor) -> bool:
+    """Whether a parameter is a stack of experts that AutoEP has shared out."""
+    return bool(getattr(parameter, _SHARED_OUT, None))
+
+
+def shape_here(parameter: Tensor) -> Sequence[int]:
+    """Return the shape of a parameter before ZeRO-3 replaced it by a placeholder."""
+    shape: Sequence[int] = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
+def logical_shape(parameter: Tensor) -> Sequence[int]:
+    """Return the shape of a parameter before AutoEP shared out its experts and ZeRO-3 put a placeholder there."""
+    shape: Sequence[int] | None = (getattr(parameter, _SHARED_OUT, None) or {}).get(_SHAPE)
+    return shape_here(parameter) if shape is None else shape
+
+
+def expert_shard(name: str, parameter: Tensor) -> TensorParallelShard | None:
+    """Return this rank's experts of a stack that AutoEP has shared out; None for other parameters.
+
+    Args:
+        name: Name of the parameter, for messages.
+        parameter: The parameter after AutoEP.
+
+    Raises:
+        LayoutError: Several ranks are said to share an expert, or the stack is not what DeepSpeed's map says.
+    """
+    meta: dict[str, Any] | None = getattr(parameter, _SHARED_OUT, None)
+    if not meta:
+        return None
+    everyone, rank = ParamAffineMap.from_dict(meta[AFFINE_MAP]).pieces_by_rank, meta[_RANK]
+    whole = TensorParallelShard(tuple(logical_shape(parameter)), rank, len(everyone))
+    local, pieces = tuple(shape_here(parameter)), everyone[rank]
+    if sum(piece.numel for piece in pieces) != prod(local) or any(len(piece.locations) != 1 for piece in pieces):
+        raise LayoutError(
+            f"AutoEP says of '{name}', of shape {local} here, that it holds {len(pieces)} runs of the experts of "
+            f"{whole.shape}, some of which are elsewhere, too, or not here: every expert must be on one rank of expert "
+            "parallelism. Share them out evenly, or train the model without expert_parallel."
+        )
+    return _cut(name, whole, local, pieces)
 
 
 def tensor_parallel_shard(
@@ -34,7 +79,7 @@ def tensor_parallel_shard(
         LayoutError: DeepSpeed does not say how it is cut, or it is cut in a way that cannot be followed.
     """
     meta: dict[str, Any] = getattr(parameter, DS_AUTOTP_UC_META, None) or {}
-    local = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    local = tuple(shape_here(parameter))
     whole = TensorParallelShard(tuple(shape), rank, ways, share=(rank, ways))
     if not meta and local == whole.shape:
         return whole

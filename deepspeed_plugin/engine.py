@@ -9,13 +9,14 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from deepspeed_plugin import auto_tp
+from deepspeed_plugin.affine_maps import logical_shape
 from deepspeed_plugin.experts import name_experts
-from deepspeed_plugin.layouts import layout_of, logical_shape
+from deepspeed_plugin.layouts import layout_of
 from deepspeed_plugin.losses import BackwardLosses
 from deepspeed_plugin.monitor import report_health
 from deepspeed_plugin.pipeline import StageLosses, is_pipeline, refuse_if_idle_everywhere, settle_shared_weights
 from deepspeed_plugin.state_access import StateAccess
-from deepspeed_plugin.support import refuse_masters, refuse_settings, refuse_wrapper
+from deepspeed_plugin.support import refuse_built_before, refuse_masters, refuse_settings, refuse_wrapper
 from rankwise.routing.patterns import refuse_unmatched, refuse_unmatched_everywhere
 from rankwise.routing.roles import annotate
 from rankwise.step.optimizer import ShardedOptimizer
@@ -44,6 +45,7 @@ def prepare(engine: DeepSpeedEngine, client_optimizer: Any) -> None:
     if is_pipeline(engine):
         settle_shared_weights(engine.module)
     if isinstance(client_optimizer, ShardedOptimizer):
+        refuse_built_before(engine, client_optimizer)
         client_optimizer.reroute()
 
 

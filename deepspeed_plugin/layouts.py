@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,10 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from deepspeed_plugin import auto_tp
+from deepspeed_plugin.affine_maps import logical_shape
+from deepspeed_plugin.experts import expert_shards
 from rankwise.comm.local_groups import host_group
+from rankwise.layout.agreement import together
 from rankwise.layout.layout import LayoutError
 from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents, WorkPlace
 from rankwise.layout.tensor_parallel_shards import TensorParallelShard
@@ -29,16 +32,10 @@ from rankwise.statistics.hooks import Describe
 from rankwise.statistics.linear_views import describe_linear
 from rankwise.step.optimizer import ShardedOptimizer
 
-__all__ = ["DeepSpeedLayout", "GroupedShapes", "layout_of", "logical_shape"]
+__all__ = ["DeepSpeedLayout", "GroupedShapes", "layout_of"]
 
 GroupedShapes = list[list[tuple[str, tuple[int, ...]]]]
 """Names and shapes of parameters, by param group."""
-
-
-def logical_shape(parameter: Tensor) -> Sequence[int]:
-    """Return the shape of a parameter before ZeRO-3 replaced it by a placeholder."""
-    shape: Sequence[int] = getattr(parameter, "ds_shape", parameter.shape)
-    return shape
 
 
 def layout_of(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> DeepSpeedLayout:
@@ -79,9 +76,11 @@ class DeepSpeedLayout(LayoutSource):
         self._names = {id(parameter): name for name, parameter in optimizer.table.parameters.items()}
         self._set: set[str] = set()
         self._data: dist.ProcessGroup = engine.seq_data_parallel_group
+        self._cut, holders = auto_tp.is_cut(engine), self._data
         self._shards: dict[int, TensorParallelShard] = {}
-        holders = self._data
-        if auto_tp.is_cut(engine):
+        if engine.has_moe_layers:
+            self._shards = together(partial(expert_shards, engine.module), holders)
+        if self._cut:
             assert dist.group.WORLD is not None
             self._shards, holders = auto_tp.shards(engine.module), dist.group.WORLD
             self.tensor_parallel = auto_tp.tensor_parallel(holders)
@@ -164,12 +163,12 @@ class DeepSpeedLayout(LayoutSource):
 
     def averaged_over(self) -> float | None:
         """Return the number of data-parallel ranks if AutoTP divides weights: its ranks share one gradient."""
-        return float(dist.get_world_size(self._data)) if self._shards else None
+        return float(dist.get_world_size(self._data)) if self._cut else None
 
     @property
     def linear_views(self) -> Describe:
         """Return the function that describes modules to MKOR."""
-        return auto_tp.linear_views(self._shards) if self._shards else describe_linear
+        return auto_tp.linear_views(self._shards) if self._cut else describe_linear
 
     @cached_property
     def _places(self) -> dict[int, tuple[int, int]]:
@@ -232,10 +231,10 @@ class _Copies(DeepSpeedLayout):
     def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
         super().__init__(engine, optimizer)
         several = dist.get_world_size(self.group) > 1
-        self.replicated, self.saved_by_some = several and not self._shards, several
+        self.replicated, self.saved_by_some = several and not self._cut, several
 
     def _copy(self) -> int:
-        return dist.get_rank(self._data) if self._shards else 0
+        return dist.get_rank(self._data) if self._cut else 0
 
 
 class _Unwrapped(_Copies):
@@ -328,10 +327,15 @@ class _FlatPartition(DeepSpeedLayout):
         return TensorContents(index, tuple(slices))
 
     def ranks_apart(self, tensor: Tensor) -> dist.ProcessGroup | None:
-        """Return the ranks over which a group of experts is cut; None for the data-parallel ranks."""
-        index, _ = self._group(tensor)
+        """Return the ranks over which a group of experts is cut; None for the ranks of the layout.
+
+        Those of AutoEP have names that count all experts, so that all ranks share them as they share a matrix.
+        """
+        index, parameters = self._group(tensor)
         group: dist.ProcessGroup = self._engine.optimizer.real_dp_process_group[index]
         if not self._engine.has_moe_layers or group is self._engine.seq_data_parallel_group:
+            return None
+        if any(id(parameter) in self._shards for parameter in parameters):
             return None
         return self._host_twin(group)
 
@@ -436,7 +440,7 @@ class _ZeroThree(DeepSpeedLayout):
             if getattr(piece, "status", None) is None or piece.status.name == ZeroParamStatus.AVAILABLE.name:
                 weight = piece.data.reshape(-1)[: end - start]
                 self._verify(self._name(parameter), tensor.detach()[offset : offset + end - start], weight)
-            if dist.get_world_size(parameter.ds_process_group) == dist.get_world_size(self._data):
+            if dist.get_world_size(parameter.ds_process_group) <= dist.get_world_size(self._data):
                 slices += self.slices(parameter, start, end, offset)
             else:  # AutoTP leaves it whole, and zero.Init has partitioned it over tensor-parallel ranks, too
                 slices.append(Slice(self._name(parameter), start, end, offset))

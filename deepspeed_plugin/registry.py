@@ -16,10 +16,10 @@ from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor, nn
 
+from deepspeed_plugin.affine_maps import logical_shape
 from deepspeed_plugin.auto_tp import uncut
 from deepspeed_plugin.checkpoints import load_checkpoint, save_checkpoint
 from deepspeed_plugin.engine import attach, backward, detach, prepare
-from deepspeed_plugin.layouts import logical_shape
 from deepspeed_plugin.offloaded_states import offload_states, reload_states
 from deepspeed_plugin.optimizer_block import (
     JSON_TYPES,

@@ -18,7 +18,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import get_full_hp_param, set_full_hp_param
 from torch import Tensor
 
-from deepspeed_plugin.layouts import DeepSpeedLayout, logical_shape
+from deepspeed_plugin.affine_maps import shape_here
+from deepspeed_plugin.layouts import DeepSpeedLayout
 from rankwise.states.param_remainders import NARROW, REMAINDER
 from rankwise.step.optimizer import ShardedOptimizer
 from rankwise.updates.remainders import join, split
@@ -83,7 +84,7 @@ class StateAccess:
         for start, values in self._pieces(parameter, state):
             whole[start : start + values.numel()] = values
         dist.all_reduce(whole, group=_group(parameter))
-        return whole.view(tuple(logical_shape(parameter)))
+        return whole.view(tuple(shape_here(parameter)))
 
     def set_full(self, parameter: Tensor, value: Tensor, state: str) -> None:
         """Write this rank's part of a whole parameter's state.

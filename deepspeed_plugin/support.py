@@ -11,12 +11,12 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
 from deepspeed_plugin.auto_tp import is_cut, tensor_ranks
-from deepspeed_plugin.experts import are_cut_alike, are_native
+from deepspeed_plugin.experts import are_cut_alike, are_known, are_native, stacks_of
 from deepspeed_plugin.pipeline import is_pipeline
 from rankwise.options.validation import OptionError
 from rankwise.step.optimizer import ShardedOptimizer, living_optimizers
 
-__all__ = ["refuse_masters", "refuse_replaced", "refuse_settings", "refuse_wrapper"]
+__all__ = ["refuse_built_before", "refuse_masters", "refuse_replaced", "refuse_settings", "refuse_wrapper"]
 
 
 def refuse_settings(engine: DeepSpeedEngine, name: str) -> None:
@@ -57,6 +57,14 @@ def refuse_settings(engine: DeepSpeedEngine, name: str) -> None:
             "would wait for each other",
             "use bfloat16, or the fp16 block",
         )
+    if engine.has_moe_layers and engine.sequence_parallel_size > 1 and stacks_of(engine.module):
+        _refuse(
+            name,
+            "sequence_parallel_size",
+            engine.sequence_parallel_size,
+            "which ranks share an expert of AutoEP is known without sequence parallelism only",
+            "leave out sequence parallelism, or expert_parallel",
+        )
     if engine.zero_elastic_checkpoint():
         _refuse(
             name,
@@ -65,15 +73,13 @@ def refuse_settings(engine: DeepSpeedEngine, name: str) -> None:
             "DeepSpeed then saves states without asking the optimizer, so that matrix states are lost",
             "set it to false; checkpoints continue on any number of ranks without it",
         )
-    if engine.has_moe_layers and (is_pipeline(engine) or not are_native(engine.module)):
+    if engine.has_moe_layers and (is_pipeline(engine) or not are_known(engine.module)):
         _refuse(
             name,
             "expert layers",
-            "in a pipeline" if is_pipeline(engine) else "AutoEP",
-            "which ranks hold which expert is known for deepspeed.moe.layer.MoE without a pipeline only (AutoEP stacks "
-            "each rank's own experts in weights of one name and shape, deepspeed/module_inject/auto_ep_layer.py: a "
-            "state found by name would be other experts')",
-            "use that layer under ZeRO stage 1 or 2, or a dense model",
+            "in a pipeline" if is_pipeline(engine) else "neither AutoEP nor deepspeed.moe.layer.MoE",
+            "which ranks hold which expert is known of these two without a pipeline only, of AutoEP since 0.19.8",
+            "use AutoEP (expert_parallel.enabled) under ZeRO stage 1, 2 or 3, or a dense model",
         )
 
 
@@ -163,7 +169,7 @@ def _refuse_cut_weights(engine: DeepSpeedEngine, name: str) -> None:
 def _refuse_beside_autotp(engine: DeepSpeedEngine, name: str) -> None:
     """Refuse whatever divides ranks or weights in a second way, which no layout describes."""
     beside = {
-        "expert layers": engine.has_moe_layers,
+        "expert layers of deepspeed.moe": engine.has_moe_layers and are_native(engine.module),
         "a pipeline": is_pipeline(engine),
         "sequence parallelism": engine.sequence_parallel_size > 1,
         "hpZ": engine.zero_hpz_partition_size() > 1,
@@ -176,6 +182,22 @@ def _refuse_beside_autotp(engine: DeepSpeedEngine, name: str) -> None:
             tensor_ranks(engine),
             f"which ranks hold what is known of AutoTP with data parallelism alone, not with {' and '.join(dividing)}",
             "leave it out, or what is beside it",
+        )
+
+
+def refuse_built_before(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
+    """Refuse a user's optimizer whose experts AutoEP has replaced since it was built.
+
+    Raises:
+        OptionError: The message says to name the type in the JSON.
+    """
+    if stacks_of(engine.module):
+        _refuse(
+            optimizer.spec.name,
+            "optimizer",
+            "an instance beside expert_parallel",
+            "AutoEP replaces the experts' weights while the engine is built, so that the optimizer knows others",
+            "name the type in the JSON's optimizer block",
         )
 
 
@@ -196,7 +218,7 @@ def refuse_wrapper(engine: DeepSpeedEngine, name: str) -> None:
             "expert layers under",
             type(wrapper).__name__,
             "it steps experts and other weights at once, which lie on different groups of ranks",
-            "use ZeRO stage 1 or 2 with data_types.grad_accum_dtype as the model's type",
+            "use ZeRO stage 1 or 2 (AutoEP: or 3) with data_types.grad_accum_dtype as the model's type",
         )
     if isinstance(wrapper, BF16_Optimizer) and not engine.zero_optimization():
         _refuse(

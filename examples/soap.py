@@ -116,7 +116,7 @@ def into_eigenbasis(X: Tensor, state: Mapping[str, Tensor]) -> Tensor:
 
 
 def out_of_eigenbasis(X: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-    """``Q_L X Q_R^T``, likewise."""
+    """``Q_L X Q_R^T``, without the Q of a side that keeps its axes."""
     X = state["Q_L"] @ X if "Q_L" in state else X
     return X @ state["Q_R"].mT if "Q_R" in state else X
 

@@ -97,7 +97,7 @@ def explain_table(rows: list[ExplainedParameter], optimizer: str, whole: bool = 
         optimizer: Its name.
         whole: Whether each parameter has a line, not only each kind of them.
     """
-    table = Table(title=f"{optimizer}, one rank")
+    table = Table(title=f"{optimizer}, the whole model")
     table.add_column("parameter", overflow="fold")
     for heading in ("shape", "rule", "why"):
         table.add_column(heading)

@@ -9,8 +9,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import platform
+import re
 import runpy
 import sys
+import typing
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -53,9 +56,17 @@ def require_training(script: Path) -> None:
         script: Script of the user, whose folder Python searches first.
 
     Raises:
-        ValueError: The module is neither in the script's folder nor installed.
+        ValueError: The module is neither in the script's folder nor installed, or needs a newer Python.
     """
-    if (script.resolve().parent / "megatron" / "training").is_dir():
+    training = script.resolve().parent / "megatron" / "training"
+    if training.is_dir():
+        # From 0.18 on; under an older Python every rank would end in an ImportError.
+        sources = [] if hasattr(typing, "override") else [path.read_bytes() for path in training.glob("models/*.py")]
+        if any(re.search(rb"^from typing import .*\boverride\b", source, re.MULTILINE) for source in sources):
+            raise ValueError(
+                f"script is {str(script)!r}, and Python is {platform.python_version()}: this version of Megatron-LM "
+                "needs 3.12 or later (typing.override); install rankwise for such a Python, or take Megatron-LM 0.16"
+            )
         return
     try:
         spec = importlib.util.find_spec("megatron.training")

@@ -183,7 +183,13 @@ def computed(name: str) -> Computed:
     from rankwise.launch.planning.question import Goal, Question
     from rankwise.names import BY_NAME, is_ours
 
-    run = {"model": REFERENCE, "ranks": RANKS, "stage": STAGE, "batch_tokens": TOKENS, "precision": "bf16"}
+    run: dict[str, Any] = {
+        "model": REFERENCE,
+        "ranks": RANKS,
+        "stage": STAGE,
+        "batch_tokens": TOKENS,
+        "precision": "bf16",
+    }
     config = model_config_path(REFERENCE, "mars-adamw" if name == "mars" else name) if is_ours(name) else None
     asked = answered(Question(config, None if config else name, **run))
     figures = asked.figures()

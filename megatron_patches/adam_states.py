@@ -68,7 +68,7 @@ class Stored:
 
     @cached_property
     def names(self) -> dict[str, tuple[str, ...]]:
-        """Names of the states there. Muon's momentum is an average, as Adam's first moment; that of SGD is a sum."""
+        """Names of the checkpoint's states. Muon's momentum is an average, as Adam's first moment; SGD's is a sum."""
         is_muon = any(map(_is_muon, _groups(self.common)))
         return {**_NAMES, "exp_avg": ("exp_avg", _MUON)} if is_muon else _NAMES
 

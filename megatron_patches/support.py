@@ -119,10 +119,17 @@ def refuse_wrapping(chunks: Sequence[nn.Module], config: OptimizerConfig, name: 
                 "--transformer-impl transformer_engine, or leave --moe-grouped-gemm out"
             )
         model, again = get_model_config(chunk), "--tensor-parallel-num-weight-shards"
-        shards = (getattr(model, f"{kind}gtp_weight_remat_size", None) or 1 for kind in ("", "expert_"))
+        shards = [getattr(model, f"{kind}gtp_weight_remat_size", None) or 1 for kind in ("", "expert_")]
         buffers = getattr(chunk, "ddp_config", None)
         if max(shards) > 1:
             settings = (
+                Setting(
+                    bool(getattr(model, "num_moe_experts", None)) and shards[0] != shards[1],
+                    "--expert-tensor-parallel-num-weight-shards",
+                    f"experts are then cut over {shards[1]} further ranks and other weights over {shards[0]}, and "
+                    "Megatron averages both kinds of gradients over as many ranks, so that its own Adam leaves the run "
+                    "of one process, too; cut both over the same number",
+                ),
                 Setting(
                     getattr(config, "rankwise_layer_wise", False),
                     "--rankwise-layer-wise",

@@ -26,7 +26,7 @@ class Interval(NamedTuple):
         return Interval(first, max(first, min(self.end, end)))
 
     def shifted(self, by: int) -> Interval:
-        """As many positions, ``by`` further on."""
+        """Return the interval moved by ``by`` positions."""
         return Interval(self.start + by, self.end + by)
 
 

@@ -143,6 +143,7 @@ def _init(container: OptimizersContainer, config: Any, *, model_parts: list[nn.M
     if not any(group.optimizer_name in OPTIMIZER_NAMES for group in config.param_groups):
         _originals["__init__"](container, config, model_parts=model_parts)
         return
+    _refuse_fault_tolerance(container, config)
     for part in model_parts:
         _annotate(part)
     # A single stage may have no matrices, and no parameter that a pattern matches, but all stages together must.
@@ -155,6 +156,18 @@ def _init(container: OptimizersContainer, config: Any, *, model_parts: list[nn.M
             optimizer.table.refuse_if_idle()
         for key, patterns in optimizer.options.patterns.items():
             refuse_unmatched(optimizer.spec.name, patterns, [name for _, names in facts for name in names], key)
+
+
+def _refuse_fault_tolerance(container: OptimizersContainer, config: Any) -> None:
+    """Refuse torchft's container, which hands other replicas the dictionary of states that it took at the start."""
+    if hasattr(container, "init_cache_state_dict"):
+        name = next(group.optimizer_name for group in config.param_groups if group.optimizer_name in OPTIMIZER_NAMES)
+        raise OptionError(
+            f"optimizer_name={shown(name)} is invalid under torchft (fault_tolerance.enable): replicas that join get "
+            "the dictionary that was taken when the optimizer was built, whose tensors must be living ones; rankwise's "
+            "are copies, so that a replica would go on with the states of that time. Leave fault tolerance out, and "
+            "resume from a checkpoint, on any number of ranks; or use AdamW"
+        )
 
 
 def _refuse_unused(config: Any) -> None:

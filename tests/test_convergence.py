@@ -182,12 +182,16 @@ def test_readmes_figures_are_those_of_the_page() -> None:
         ("E4", "MARS-AdamW, gamma 0.05", "AdamW", 3),
         ("E4", "MARS-M", "Muon", 3),
         ("E3", "MKOR on AdamW", "AdamW", 3),
+        ("E12", "MKOR on AdamW, rule sketch", "AdamW", 3),
         ("E5", "LDAdam, rank d/4, buffer int8", "AdamW", 3),
         ("E1", "SONew, band 1", "Adam", 2),
     ):
         figures = decided(EXPERIMENTS[name], Claim("", "", ours, than), found)[0].split()
         said = f"{float(figures[0]):+.{digits}f} ± {float(figures[2]) + 1e-9:.{digits}f}".replace("-", "\N{MINUS SIGN}")
         assert said in readme, f"{ours} against {than}: {said}"
+    widths = {name: EXPERIMENTS[name].task["hidden"] for name in ("E3", "E4", "E5", "E12")}
+    assert widths == {"E3": 96, "E4": 64, "E5": 64, "E12": 96}
+    assert "At 0.12 M parameters (MKOR's rows: 0.26 M)" in readme
 
 
 def test_every_default_is_a_claims_and_every_choice_of_ours_a_defaults() -> None:

@@ -366,6 +366,25 @@ def test_the_whole_ladder_in_one_session(tmp_path: Path, monkeypatch: pytest.Mon
     assert files["E13-124M.jsonl"] == 3 and files["E13-16M.jsonl"] == files["E13-16M-5.jsonl"] == 12
 
 
+@pytest.mark.usefixtures("text")
+def test_the_ladder_runs_at_a_small_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real runs on a CPU, of smaller models, from the first trial to the page."""
+    monkeypatch.setattr(queue, "Worker", Here)
+
+    def small(run: Run, place: Place) -> dict[str, Any]:
+        options = dict(run.options) | ({"rank": 4} if "rank" in run.options else {})
+        smaller = replace(run, task={**run.task, **SMALL, "parts": 1}, steps=20, options=options)
+        return {**(train(smaller, place) or {}), "run": row(run)["run"]}
+
+    results = Results(tmp_path)
+    for contender in ("AdamW", "MARS-M"):
+        wanted = lambda entry, name=contender: entry.contender.startswith(name)  # noqa: E731
+        list(work_beside(chosen("E13", results), results, Place(), 2, task=small, wanted=wanted))
+    page = ladder_section(Results(tmp_path))
+    assert page.count("| MARS-M |") == 3 and f"| MARS-M{STEADY} |" in page
+    assert not any(found["diverged"] for found in results.rows.values())
+
+
 # --- forward and backward as a graph ---------------------------------------------------------------------------------
 
 
@@ -591,8 +610,12 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "E13-124M MKOR on AdamW, rule sketch: 1 run of" in said("--missing")
     assert "python -m benchmarks corpus builds it" in said("--only", "E13", "--beside", "2")
     assert "torch finds no such device here" in said("--device", "cuda") or torch.cuda.is_available()
-    assert "Invalid value" in said("--device", "banana")
+    assert "Invalid value" in said("--device", "banana") and "must be cpu or cuda" in said("--device", "meta")
+    assert "builds it" in said("--only", "E13-1M") and "builds it" in said("--times", "--only", "E0")
+    assert "leave E13, --device, --beside out" in said("--only", "E13-1M", "--again")
+    assert "E13-4M SOAP: 6 runs of" in said("--only", "E13", "--missing", "--contender", "SOAP")
+    assert "no contender 'SOPA' in E13-1M" in said("--only", "E13", "--contender", "SOPA")
     assert "no contender 'Adm' in E0" in said("--only", "E0", "--contender", "Adm", "--beside", "2")
     adam = said("--only", "E0", "--contender", "Adam", "--beside", "2")
     assert adam.count("E0 adam") == len(Results(tmp_path).rows) > 5
-    assert said("--only", "E0", "--contender", "Adam", "--beside", "2") == ""
+    assert "nothing was missing" in said("--only", "E0", "--contender", "Adam", "--beside", "2")

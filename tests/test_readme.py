@@ -88,47 +88,41 @@ def test_the_deepspeed_script_runs_as_it_stands(tmp_path: Path) -> None:
     assert "trained by MARS" in run(tmp_path, launcher, "deepspeed", "--ranks", "2", "train.py")
 
 
-def _own_loop(folder: Path) -> tuple[str, int]:
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron_cells import Cell
-    from megatron_harness import opened
+def _own_loop(rank: int, world: int, folder: Path) -> tuple[str, int]:
+    from megatron.core import optimizer
 
     from megatron_patches import revert
     from megatron_patches.cpu import cpu_megatron
 
+    os.chdir(folder)
     page = (ROOT / "docs/frameworks/megatron.md").read_text()
-    (code,) = [
-        block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "get_megatron_optimizer" in block
-    ]
-    (checkpoints,) = re.findall(r"```python\n([^`]*def state_of.*?)```", page, re.DOTALL)
-    with cpu_megatron(), opened(Cell()) as trainer:
-        names: dict[str, Any] = {"model_chunks": trainer.chunks}
-        (quoted,) = re.findall(r"Megatron ends with `(.+?)`", page)
-        with pytest.raises(Exception, match=re.escape(quoted)):
-            get_megatron_optimizer(OptimizerConfig(optimizer="ldadam", lr=1e-3), trainer.chunks)
+    loop, checkpoints = snippets("A loop of your own", "python", "docs/frameworks/megatron.md")
+    names: dict[str, Any] = {"__name__": "__main__"}
+    with cpu_megatron():
         try:
-            exec(code, names)
+            exec(compile(loop, "loop.py", "exec", dont_inherit=True), names)
         finally:
             revert()
-        trainer.optimizer = names["optimizer"]
-        trainer.train_step()
-        exec(checkpoints, names)
-        model = trainer.chunks[0].module
-        names["save"](str(folder), model, trainer.optimizer, 1)
-        trainer.train_step()
-        after = [parameter.detach().clone() for parameter in model.parameters()]
-        step = names["load"](str(folder), model, trainer.optimizer)
-        trainer.step = step
-        assert any(not torch.equal(*pair) for pair in zip(after, model.parameters(), strict=True))
-        trainer.train_step()
-        assert all(torch.equal(*pair) for pair in zip(after, model.parameters(), strict=True))
-        return type(trainer.optimizer.optimizer).__name__, step
+        (quoted,) = re.findall(r"Megatron ends with `(.+?)`", page)
+        with pytest.raises(Exception, match=re.escape(quoted)):
+            optimizer.get_megatron_optimizer(optimizer.OptimizerConfig(optimizer="ldadam", lr=1e-3), [names["chunk"]])
+        exec(compile(checkpoints, "checkpoints", "exec", dont_inherit=True), names)
+
+        def stepped() -> list[torch.Tensor]:
+            torch.manual_seed(rank)
+            names["train_step"]()
+            return [parameter.detach().clone() for parameter in names["model"].parameters()]
+
+        after = stepped()
+        stepped()
+        step = names["load"]("checkpoints/step_3")
+        assert all(map(torch.equal, after, stepped()))
+        return type(names["optimizer"].chained_optimizers[0].optimizer).__name__, step
 
 
-def test_the_megatron_loop_runs_as_it_stands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_megatron_loop_runs_as_it_stands(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
-    monkeypatch.syspath_prepend(str(ROOT / "tests/megatron_engine"))
-    assert run_ranks(1, lambda rank, world: _own_loop(tmp_path)) == [("LDAdam", 1)]
+    assert run_ranks(2, _own_loop, tmp_path) == [("LDAdam", 3)] * 2
 
 
 def test_the_megatron_command_is_read(tmp_path: Path) -> None:

@@ -22,13 +22,15 @@ def on_digits(results: Results) -> str:
     return f"""
 ### MKOR on SGD and on LAMB
 
-- On SGD, factors renewed every ten steps: at the rate that the trials picked {sgd.of("MKOR on SGD", "SGD")} against
-  SGD, with fresh seeds far apart; at a quarter of it {sgd.of(ten, "SGD")}.
-- At every step: {sgd.of("MKOR on SGD, every step", "SGD")}, with a narrow spread. Every hundred:
-  {sgd.of("MKOR on SGD, every 100 steps", "SGD")}. K-FAC with dense factors, every ten: {sgd.of("K-FAC on SGD", "SGD")}.
+- On SGD, with factors renewed every ten steps, MKOR differs from SGD by {sgd.of("MKOR on SGD", "SGD")} at the rate that
+  the trials picked, where fresh seeds lie far apart, and by {sgd.of(ten, "SGD")} at a quarter of it.
+- With factors renewed at every step it differs by {sgd.of("MKOR on SGD, every step", "SGD")}, with a narrow spread;
+  every hundred steps by {sgd.of("MKOR on SGD, every 100 steps", "SGD")}. K-FAC with dense factors, renewed
+  every ten steps, differs by {sgd.of("K-FAC on SGD", "SGD")}.
 - Other choices, each at its own best rate, against MKOR every ten steps at that quarter: {choices}; without the
   first layer's factors {sgd.of("MKOR on SGD, first layer left out", ten)}.
-- On AdamW, every step against every ten: {sgd.of("MKOR on AdamW, every step", "MKOR on AdamW")}.
+- On AdamW, factors renewed at every step differ from factors renewed every ten by
+  {sgd.of("MKOR on AdamW, every step", "MKOR on AdamW")}.
 - LAMB alone ends at one and the same loss whatever the seed ({sgd.loss("LAMB")}): it gives the mean image and has not
   trained. The rows against it say that MKOR on LAMB trains, and not by how much it is better.
 """
@@ -44,13 +46,14 @@ def on_text(results: Results) -> str:
     return f"""
 ### MKOR beside its backends on text
 
-- On AdamW against AdamW {text.of("MKOR on AdamW", "AdamW")}, at a multiple of its rate ([rates](rates.md)). On LAMB,
-  where the norm of the weights gives every step its length, {text.of("MKOR on LAMB", "LAMB")}, with seeds far
-  apart. The reason was not measured.
-- Updates at every step against every ten: {text.of("MKOR on AdamW, every step", "MKOR on AdamW")}. With one decay for
+- MKOR on AdamW differs from AdamW by {text.of("MKOR on AdamW", "AdamW")}, at a multiple of its
+  rate ([rates](rates.md)). On LAMB, where the norm of the weights gives every step its length, the difference is
+  {text.of("MKOR on LAMB", "LAMB")}, with seeds far apart. The reason was not measured.
+- Updates at every step differ from updates every ten steps by
+  {text.of("MKOR on AdamW, every step", "MKOR on AdamW")}. With one decay for
   each update (0.95) factors then remember 20 steps instead of 200. A decay of 0.995 makes it 200 again:
   {text.of("MKOR on AdamW, every step, decay 0.995", "MKOR on AdamW")}.
-- The rule, official against ema: {text.of("MKOR on AdamW", "MKOR on AdamW, rule ema")}.
+- The rule `official` differs from `ema` by {text.of("MKOR on AdamW", "MKOR on AdamW, rule ema")}.
 """
 
 

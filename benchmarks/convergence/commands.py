@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from benchmarks.convergence.experiment import Experiment
+    from benchmarks.convergence.experiment import Contender, Experiment
 
 __all__ = ["app"]
 
@@ -54,30 +53,37 @@ def convergence(
     try:
         place = Place(torch.device(device), end, unfinished)
         names = only or ("E13,E9" if place.device.type != "cpu" else "")
-        wanted = [(one, tuple(map(one.contender, contender or ()))) for one in chosen(names, found)]
+        wanted = [(one, _picked(one, contender or [])) for one in chosen(names, found)]
     except (ValueError, RuntimeError) as error:
         raise typer.BadParameter(str(error)) from error
+    if place.device.type not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"--device is {device}: it must be cpu or cuda")
     if place.device.type == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("--device is cuda, and torch finds no such device here; it must be cpu")
+    ladder = any("corpus" in one.task for one, _ in wanted)
+    at_once = ladder or place.device.type != "cpu" or beside > 1
+    if again and at_once:
+        raise typer.BadParameter("--again repeats runs of a CPU one after the other: leave E13, --device, --beside out")
     os.nice(19)
     torch.set_num_threads(cores)
-    if times:
-        for line in measure_times(results, place):
-            print(line, flush=True)
-        return
-    if not (again or missing) and (place.device.type != "cpu" or beside > 1):
-        _check_text(experiment for experiment, _ in wanted)
-        picked = {one.name for one in wanted[0][1]} if contender else None
-        experiments = [experiment for experiment, _ in wanted]
-        for line in work_beside(
-            experiments,
+    if (ladder and not missing) or times:
+        _check_text()
+    if times or (at_once and not missing):
+        some = set(contender or ())
+        lines = work_beside(
+            [experiment for experiment, _ in wanted],
             found,
             place,
             beside,
             threads=cores,
-            wanted=lambda entry: picked is None or entry.contender in picked,
-        ):
+            wanted=lambda entry: not some or entry.contender in some,
+        )
+        nothing = True
+        for line in measure_times(results, place) if times else lines:
             print(line, flush=True)
+            nothing = False
+        if nothing:
+            print("nothing was missing that can be run now: --missing says what waits for what")
         return
     for experiment, contenders in wanted:
         if missing:
@@ -93,18 +99,25 @@ def convergence(
         except ModuleNotFoundError as error:  # the digits' package
             print(f"{experiment.name}: {error}")
             raise typer.Exit(1) from error
-    if missing and not only:
+    if missing and (ladder or not only):
         for line in missing_rows(found, place.name):
             print(line)
 
 
-def _check_text(experiments: Iterable[Experiment]) -> None:
+def _picked(experiment: Experiment, names: list[str]) -> tuple[Contender, ...]:
+    """Contenders by their names; those whose rate is carried up may not be there yet."""
+    if experiment.trials == 1:
+        return tuple(one for one in experiment.contenders if one.name in names)
+    return tuple(map(experiment.contender, names))
+
+
+def _check_text() -> None:
     """Refuse to start runs whose text is not there, before each of them does."""
     from benchmarks.convergence.data import packaged_text
+    from benchmarks.convergence.ladder import NAME
 
     try:
-        for text in {(one.task["corpus"], "bytes") for one in experiments if "corpus" in one.task}:
-            packaged_text(*text)
+        packaged_text(NAME, "bytes")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 

@@ -22,12 +22,12 @@ E12 = Experiment(
     name="E12",
     title="What the factors follow",
     about=(
-        "The task of E3. MKOR's factors follow the mean input and the mean output gradient of a layer, one vector a "
+        "The task is E3's. MKOR's factors follow the mean input and the mean output gradient of a layer, one vector a "
         "side. Here they follow random combinations of the rows and columns of the gradient itself, which its owner "
-        "has anyway: nothing is captured and nothing is sent. One vector a side at every step with a decay of 0.995 "
-        "and a gain of 0.1, or four every ten steps with 0.95 and 1: found on E9's smallest model. The last row is "
-        "what became of it: MKOR's own option, with factors in bfloat16 and a longer memory, 0.998 and 0.04, which was "
-        "better there."
+        "has anyway: nothing is captured and nothing is sent. They take one vector a side at every step with a "
+        "decay of 0.995 and a gain of 0.1, or four every ten steps with 0.95 and 1, found on E9's smallest model. "
+        "The last row is what became of it: MKOR's own option, with factors in bfloat16 and a longer memory, 0.998 "
+        "and 0.04, which was better there."
     ),
     task=E3.task,
     steps=E3.steps,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from benchmarks.convergence.corpus import NAME, SOURCES
 from benchmarks.convergence.experiment import Experiment
 from benchmarks.convergence.ladder import ANCHOR, CONTENDERS, LARGEST, RUNGS, STEADY, Rung, experiment_of
 from benchmarks.convergence.page import interval_words, recorded_rows
@@ -24,15 +25,22 @@ _HEAD = """
 ## E13: the ladder
 
 All contenders at 1 and 4 M parameters with rates searched and three seeds, at 16 M with rates carried up and one seed,
-and three of them at GPT-2 small's size; 20 bytes a parameter (16 M also 5; 124 M one token). The text is of packages,
-two fifths of it natural language (`python -m benchmarks corpus`, {corpus}). `python -m benchmarks convergence --device
-cuda --beside 7 --minutes 14` goes on with it, in the order of worth; `--times` measures steps; `--missing` lists what
-is left. The rules were stated beforehand:
+and three of them at GPT-2 small's size; 20 bytes a parameter (16 M also 5; 124 M one token of 50,257 byte pairs). The
+[text](#the-text) has 418 MB, or 109 M such tokens. `python -m benchmarks convergence --device cuda --beside 7
+--minutes 14` goes on with it, in the order of worth, after `python -m benchmarks corpus`; `--times` measures steps;
+`--missing` lists what is left. The rules were stated beforehand:
 
 - *Batch*: tokens of a step grow with the square root of the parameters.
 - *Rates*: searched at 1 and 4 M; above, the best of 4 M times 256 / width.
 - *Decay*: a coefficient of 0.1, so that the share of a weight that decays in a step (rate times coefficient) goes with
   1 / width ([2512.05620](https://arxiv.org/abs/2512.05620)). *{steady}*: that share as it was at 4 M.
+
+"""
+_TEXT = """
+### The text
+
+It is named {name}. Of each file of these packages the checksum of its name decides whether it is trained on or held out
+(one in fifty). `python -m benchmarks corpus` fetches the packages with apt-get and pip, and refuses other bytes.
 
 """
 _NOTHING = "**Nothing of this has been run.** It needs a GPU.\n"
@@ -81,10 +89,14 @@ def ladder_section(results: Results) -> str:
         results: What has been run.
     """
     experiments = [(rung, experiment_of(rung, results)) for rung in RUNGS]
-    head = _HEAD.format(corpus=f"named {RUNGS[0].task['corpus']}", steady=STEADY.removeprefix(", "))
+    head = _HEAD.format(steady=STEADY.removeprefix(", "))
+    text = _TEXT.format(name=NAME) + markdown(
+        ("package", "version", "language", "licence"),
+        [(one.package, one.version, one.language, one.licence) for one in SOURCES],
+    )
     rungs = [(rung, one) for rung, one in experiments if _rows(one, _BASE, results)]
     if not rungs:
-        return head + _NOTHING
+        return head + _NOTHING + text
     times = known_times(results.folder)
     heading = ("", *(f"{one.title}, {one.steps:,} steps" for _, one in rungs))
     names = [name for name in _NAMES if any(_rows(one, name, results) for _, one in rungs)]
@@ -93,7 +105,7 @@ def ladder_section(results: Results) -> str:
         parts += [_TIME, _table(heading, names, rungs, lambda rung, one, name: _time(rung, one, name, results, times))]
     own = ("AdamW's loss", *(interval_words(_mean(_rows(one, _BASE, results).values())) for _, one in rungs))
     losses = [(name, *(_loss(one, name, results) for _, one in rungs)) for name in names]
-    parts += [_LOSSES, markdown(heading, [own, *losses]), _rates(results), _devices(rungs, results)]
+    parts += [_LOSSES, markdown(heading, [own, *losses]), _rates(results), _devices(rungs, results), text]
     return "".join(parts)
 
 

@@ -77,6 +77,8 @@ class _Course:
 
     def __init__(self, run: Run, device: torch.device) -> None:
         self.run, self.device = run, device
+        if device.index is not None:
+            torch.cuda.set_device(device)  # where graphs are made
         self.task = make_task({key: value for key, value in run.task.items() if key != "schedule"}, run.seed, device)
         self.optimizer = make_optimizer(run.optimizer, self.task.model, run.lr, run.options)
         self.peaks = [group["lr"] for group in self.optimizer.param_groups]

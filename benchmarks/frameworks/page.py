@@ -27,7 +27,7 @@ python -m benchmarks gpu-frameworks                # goes on where it stopped; -
 python -m benchmarks gpu-frameworks --device cpu   # the same cells over gloo
 ```
 
-Each figure is how many types are within their bound, and the worst of the float32 ones. A dash: not run yet.
+Each figure is how many types are within their bound, and the worst of the float32 ones. A dash: none has run yet.
 
 {where}
 {table}

@@ -121,7 +121,7 @@ def _unexpected(rows: Iterable[Row]) -> str:
         for (name, reason), row in found
         if name.startswith("unexpected")
     ]
-    return "\n### Unexpected\n\n" + ("\n".join(lines) if lines else "Nothing.") + "\n"
+    return "\n### Unexpected\n\n" + ("\n".join(lines) if lines else "No case failed or passed unexpectedly.") + "\n"
 
 
 def _function(case: str) -> str:

@@ -24,6 +24,7 @@ from deepspeed_plugin.checkpoints.adamw_files import in_our_form
 from deepspeed_plugin.checkpoints.files import RECORD, NamedStates, SavedCheckpoint
 from deepspeed_plugin.checkpoints.load_plan import Plan, Wanted
 from deepspeed_plugin.checkpoints.universal import UniversalCheckpoint
+from deepspeed_plugin.experts import stacks_of
 from deepspeed_plugin.layouts import DeepSpeedLayout, GroupedShapes
 from rankwise.checkpoint.named_vectors import Vectors, merge_vectors, restore, saved_vectors
 from rankwise.layout.agreement import together
@@ -183,7 +184,9 @@ def _refuse_other_model(engine: DeepSpeedEngine, content: Mapping[str, Any]) -> 
     Raises:
         CheckpointError: Names what either lacks.
     """
-    names, saved = set(engine.module.state_dict()), set(content["module"])
+    # DeepSpeed keeps experts in files of their own.
+    apart = stacks_of(engine.module)
+    names, saved = set(engine.module.state_dict()) - apart, set(content["module"]) - apart
     problems = [
         f"{text} {sorted(which)[:3]}"
         for text, which in (("it lacks", names - saved), ("the model lacks", saved - names))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from deepspeed.checkpoint import ds_to_universal
-from deepspeed.checkpoint.constants import PARAM
+from deepspeed.checkpoint.constants import AUTOEP_LAYERS_KEY, PARAM
 from torch import Tensor
 
 from deepspeed_plugin.checkpoints.by_name import vectors_of
@@ -49,10 +49,11 @@ def convert(source: str | Path, target: str | Path, workers: int = 2) -> None:
             f"{source} was written at stage 0 and needs no conversion: it can be loaded at any stage on any ranks."
         )
     author = saved.author
-    if author is not None and (int(saved.content.get("mp_world_size", 1)) > 1 or saved.content.get("num_experts")):
+    apart = len(saved.content.get("num_experts") or ()) > len(saved.content.get(AUTOEP_LAYERS_KEY) or ())
+    if author is not None and (int(saved.content.get("mp_world_size", 1)) > 1 or apart):
         raise CheckpointError(
-            f"{source} was written by a pipeline or holds expert layers, whose {author} states cannot be converted; "
-            "DeepSpeed's own ds_to_universal converts the weights alone."
+            f"{source} was written by a pipeline or holds layers of deepspeed.moe, whose {author} states cannot be "
+            "converted; DeepSpeed's own ds_to_universal converts the weights alone."
         )
     ds_to_universal.main(
         Namespace(

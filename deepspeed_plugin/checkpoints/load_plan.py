@@ -119,12 +119,14 @@ class Present:
         stages: Stages of the pipeline, or tensor-parallel ranks.
         tensor: Ranks that AutoTP cuts every weight over.
         pipeline: Whether the model is one, of one stage perhaps.
-        experts: Whether it has expert layers.
+        experts: Whether it has expert layers whose names count the experts of one rank.
+        stacks: Whether it has stacks of experts that AutoEP has shared out.
         partitioned: Whether no rank has whole weights.
         config: Configuration of this run's engine.
         sub_groups: Of this run's engine.
         groups: Groups of this run's optimizer.
         frozen: The first parameter that is not trained.
+        frozen_stack: The first stack of experts that is not trained.
         alone: Whether the data-parallel ranks are all ranks.
         copies: Whether DeepSpeed's wrapper leaves its fp32 copies as they were if weights alone are loaded.
         order: Order of parameters where no wrapper cuts or joins them; else None.
@@ -138,11 +140,13 @@ class Present:
     tensor: int = 1
     pipeline: bool = False
     experts: bool = False
+    stacks: bool = False
     partitioned: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
     sub_groups: tuple[int, ...] = ()
     groups: int = 0
     frozen: str | None = None
+    frozen_stack: str | None = None
     alone: bool = True
     copies: bool = False
     order: Order | None = None
@@ -250,7 +254,10 @@ def _cut(known: Saved | Present) -> tuple[Any, ...]:
         for key, name in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"))
     ]
     settings = (*(block.get(key) for key in sizes), *types, *narrow, config.get("data_types"))
-    return known.ranks, known.stage, settings, known.sub_groups
+    shared_out = config.get("expert_parallel") or {}
+    experts = shared_out.get("autoep_size") or 1 if shared_out.get("enabled") else None
+    order = config.get("use_data_before_expert_parallelism") or False
+    return known.ranks, known.stage, settings, known.sub_groups, experts, order
 
 
 def _inherits(saved: Saved, present: Present, wanted: Wanted) -> bool:
@@ -259,7 +266,8 @@ def _inherits(saved: Saved, present: Present, wanted: Wanted) -> bool:
     whole = not (saved.partitioned or present.partitioned)
     movable = whole or (present.frozen is None and wanted.custom_load_fn is None)
     ours = present.identity is not None and saved.author is None
-    return ours and named and movable and not present.is_divided
+    # The shapes in another optimizer's files are those of one rank's experts.
+    return ours and named and movable and not present.is_divided and not present.stacks
 
 
 def _is_for_deepspeed_alone(saved: Saved, present: Present) -> bool:
@@ -314,6 +322,12 @@ def _refuse_moved_experts(saved: Saved, present: Present) -> None:
 def _refuse_unmovable(saved: Saved | Universal, present: Present, wanted: Wanted) -> None:
     """Refuse what cannot be loaded by name: frozen or custom weights that no rank has whole, and other param groups."""
     at_three = saved.partitioned or present.partitioned
+    if present.frozen_stack is not None:
+        raise CheckpointError(
+            f"{present.frozen_stack}, which is not trained, lies in a file for each expert that DeepSpeed alone reads; "
+            "resume on the stage, ranks and autoep_size that wrote the checkpoint, or load the weights alone "
+            "(load_module_only=True) there."
+        )
     if present.frozen is not None and at_three:
         raise CheckpointError(
             f"frozen parameters ({present.frozen}, …) cannot be moved to, from or within ZeRO-3; resume on the stage "

@@ -14,12 +14,14 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
+from deepspeed_plugin.affine_maps import is_stack
 from deepspeed_plugin.auto_tp import tensor_ranks
 from deepspeed_plugin.checkpoints.by_name import Checkpoint, load_by_name, without_record
 from deepspeed_plugin.checkpoints.files import SavedCheckpoint, tag_in, zero_form
 from deepspeed_plugin.checkpoints.load_plan import Order, Plan, Present, Wanted, decide
 from deepspeed_plugin.checkpoints.reading import read_together, require_intact
 from deepspeed_plugin.checkpoints.universal import UniversalCheckpoint
+from deepspeed_plugin.experts import are_native, stacks_of
 from deepspeed_plugin.layouts import DeepSpeedLayout
 from deepspeed_plugin.pipeline import is_pipeline
 from rankwise.layout.chunked_vectors import CheckpointError
@@ -74,7 +76,7 @@ def _present_of(engine: DeepSpeedEngine) -> Present:
     identity = optimizer.identity if isinstance(optimizer, ShardedOptimizer) else None
     partitions = engine.optimizer is not optimizer and engine.zero_optimization()
     ranks: int = dist.get_world_size(engine.seq_data_parallel_group)
-    frozen = (name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad)
+    frozen = [(name, weight) for name, weight in engine.module.named_parameters() if not weight.requires_grad]
     return Present(
         identity=identity,
         optimizer=identity or type(optimizer).__name__,
@@ -83,12 +85,14 @@ def _present_of(engine: DeepSpeedEngine) -> Present:
         stages=int(engine.mp_world_size),
         tensor=tensor_ranks(engine),
         pipeline=is_pipeline(engine),
-        experts=bool(engine.has_moe_layers),
+        experts=bool(engine.has_moe_layers) and are_native(engine.module),
+        stacks=bool(stacks_of(engine.module)),
         partitioned=bool(engine.zero_optimization_partition_weights()),
         config=engine.config,
         sub_groups=_sub_groups_of(engine) if identity is not None else (),
         groups=len(optimizer.param_groups) if identity is not None else 0,
-        frozen=next(frozen, None),
+        frozen=next((name for name, _ in frozen), None),
+        frozen_stack=next((name for name, weight in frozen if is_stack(weight)), None),
         alone=ranks == dist.get_world_size(),
         copies=isinstance(engine.optimizer, FP16_UnfusedOptimizer),
         order=_order_of(engine),

@@ -81,7 +81,7 @@ class UniversalCheckpoint(CheckpointFolder):
 
     @property
     def named(self) -> NamedStates:
-        """Our states in it, or its weights alone."""
+        """The checkpoint's weights with our states, or the weights alone where it has none."""
         return NamedStates(UniversalWeights(self)) if self.states is None else self.states
 
     @property

@@ -64,7 +64,7 @@ def chosen(config: Path | None, optimizer: str | None, flags: list[str]) -> Chos
             raise ValueError('config has no "optimizer" block with a "type"; add one or choose with --optimizer')
         picked = Chosen(str(block["type"]).lower(), dict(block.get("params") or {}), deepspeed or {})
     if picked.name not in BY_NAME:
-        ours = f"{', '.join(BY_SPELLING)}{misspelt(picked.name, BY_SPELLING)}"
+        ours = f"{', '.join(BY_SPELLING)}, or of a file for --rules{misspelt(picked.name, BY_SPELLING)}"
         raise ValueError(f"the optimizer is {picked.name!r}: it must be one of ours, {ours}")
     check_options({"type": picked.name, "params": picked.params})
     return picked

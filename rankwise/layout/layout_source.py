@@ -228,13 +228,13 @@ class LayoutSource(ABC):
         return 0, 1
 
     def averaged_over(self) -> float | None:
-        """Divisor of the sum of the ranks' gradients; None: the number of ranks."""
+        """Divisor of the sum of the ranks' gradients; None stands for the number of ranks."""
         return None
 
     def gradient_divisor(self) -> float | Tensor | None:
         """Divisor of the output gradients, summed over ranks and micro-batches, that makes them the loss's mean ones.
 
-        None: the number of ranks times :meth:`loss_scale`.
+        None stands for the number of ranks times :meth:`loss_scale`.
         """
         return None
 

@@ -110,7 +110,7 @@ def basis_weights(
 
 
 def momentum_share(beta1: float, written_beta1: Scalar | None) -> Scalar:
-    """The ``k`` of the momentum in ``F``."""
+    """Return the factor ``k`` with which the error buffer ``F`` contains the momentum."""
     written = beta1 if written_beta1 is None else written_beta1
     return written / (1 - written)
 

@@ -99,7 +99,7 @@ def _step(
     else:
         weights = basis_weights(step, beta1, group["rho"], feedback, written_beta1)
         basis, failed = next_basis_of_slices(matrix, U_prev, M_prev, *weights, cut, holders)
-        if bool(failed.any()):  # Alike on all ranks, as what it is judged by.
+        if bool(failed.any()):  # All ranks decide alike: what is judged is equal on all.
             basis = _by_whole_matrices(
                 joined, holders, lambda C, U, M: next_basis(C, U, M, *weights), matrix, U_prev, M_prev
             )

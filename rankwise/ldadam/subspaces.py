@@ -236,7 +236,7 @@ def _at_once(jobs: Sequence[LowRankStep]) -> Iterator[slice]:
 
 
 def _opened(states: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """(..., m, n) of matrices in the type of the computation; of a single one as such."""
+    """Stack a state of several matrices in the type of the computation; a single one is not stacked."""
     return (states[0] if len(states) == 1 else torch.stack(list(states))).to(dtype)
 
 
@@ -280,7 +280,7 @@ def _step_on_device(
 
 
 def _step_on_host(matrices: Tensor, old: Triple, step: int, written: float, group: Mapping[str, Any]) -> _SubspaceStep:
-    """The same of matrices that may take their first step, where the host may read how a factorization went."""
+    """Step matrices that may take their first step, where the host may read how a factorization went."""
     options = group["betas"][0], group["rho"], group["error_feedback"], written
     return _in_new_basis(matrices, old, followed_basis(matrices, *old[:2], step, *options), step, written, group)
 

@@ -119,7 +119,7 @@ class MARSOptions(Options):
     capturable: bool = shared.capturable()
 
     def beyond_engines(self) -> Mapping[str, str]:
-        """Exact mode."""
+        """Refuse exact mode under engines, with the reason."""
         return {"exact": "exact mode needs the next batch's gradient too"} if self.exact else {}
 
     @property
@@ -128,7 +128,7 @@ class MARSOptions(Options):
         return 1.0 if self.variant == "muon" or self.scale != "published" else 0.5
 
     def unread(self) -> Mapping[str, tuple[str, str]]:
-        """The scale and the polynomials, by variants without a matrix rule."""
+        """Name the scale and the polynomials, which variants without a matrix rule do not read."""
         if self.variant in ("shampoo", "muon"):
             return {}
         reason = f"variant={self.variant!r} orthogonalises nothing, and its steps are those of AdamW or Lion"

@@ -42,8 +42,8 @@ def precondition_into(
     """Precondition one gradient as :func:`rankwise.mkor.cpu.precondition_into` does, which has the arguments.
 
     That function takes all but bfloat16 products of float32 gradients and bfloat16 factors, and everything on machines
-    without tiles. The factors must be symmetric, as :func:`rankwise.mkor.cpu.update_factors_` leaves them. Both round
-    to bfloat16 at the same places, but sum in different orders. The bits do not depend on the number of threads.
+    without tiles. The factors must be symmetric, as :func:`rankwise.mkor.cpu.update_factors_` leaves them. The two
+    functions round to bfloat16 at equal places, but sum in different orders. No bit depends on the number of threads.
     """
     # The types are checked first, so that nothing is compiled in vain.
     has_form = product in (None, torch.bfloat16) and _is_known(out, parts, left, right)

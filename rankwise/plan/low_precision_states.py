@@ -192,7 +192,7 @@ class LowPrecisionStates:
         """Cut a bucket into parts whose states have one type each, with every entry's state in one run.
 
         A pass must leave the new values of blocks that other runs share where :class:`LowPrecisionRuns` says; they are
-        stored at the end of the step. For stored entries without gaps only.
+        stored at the end of the step. The stored entries must have no gaps.
         """
         for places in bucket.entries.once(("types", *names), lambda entries: self._by_types(entries, names)):
             yield PassPart(places, None, {name: self._run(bucket, name, places) for name in names})

@@ -332,7 +332,7 @@ class Planner:
         return Collectives(MatrixExchange(layout, plan, *how), slices, place=place)
 
     def holders(self, unit: StepUnit) -> Holders:
-        """Those that compute slices of a unit's matrices together, by messages of the device that multiplies."""
+        """Ranks that compute slices of a unit's matrices together, with the group of the device that multiplies."""
         together, place = self.source.tensor_parallel, unit.collectives.place
         assert together is not None
         far = place is not None and unit.is_offloaded

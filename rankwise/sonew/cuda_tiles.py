@@ -267,5 +267,5 @@ def _blocks_of_threads(ROWS: tl.constexpr, BESIDE: tl.constexpr) -> tl.tensor:
     return tl.minimum(tl.maximum(places, 0), ROWS * 4 * (32 - 2 * BESIDE) - 1) // _BLOCK
 
 
-# As above, of gathers that go from one row to another.
+# Triton has `gather` from 3.3 on; comparisons do the work of a gather that goes from one row to another.
 _exponents = _exponents_by_gather if hasattr(tl, "gather") else _exponents_by_comparison

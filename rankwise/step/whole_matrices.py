@@ -99,21 +99,21 @@ class _WholeMatrixRule(MatrixRule):
         self._idle: set[int] = set()
 
     def gather(self, in_place: Collection[int]) -> list[Tensor | None]:
-        """The gradients."""
+        """Return the gradients, by shard."""
         for bucket in self.buckets:
             if bucket.count is not None and bucket.count < self._first_update:
                 self._idle.update(entry.index for entry in bucket.entries)
         return self.listed(self.by_shard(lambda bucket: bucket.grads))
 
     def update(self, batch: Batch, tasks: Sequence[MatrixTask], stack: Tensor, spent: bool = False) -> Tensor:
-        """The directions, one matrix after the other: what is computed depends on no other matrix then."""
+        """Return the directions, one matrix after the other, so that none depends on another matrix."""
         # Alike for matrices of one signature, as those of a batch are.
         stored = {name: how for name, how in self.unit.stored_states(tasks[0]).items() if how.state is not _STEP}
         rows = [self._direction(task, stored, values) for task, values in zip(tasks, stack, strict=True)]
         return rows[0].view(1, -1) if len(rows) == 1 else torch.stack(rows)
 
     def states(self, task: MatrixTask) -> MatrixState:
-        """Those of the spec."""
+        """Return the states of a task's matrix that the spec declares; they are made on first use."""
         return self._states.obtain(task.key, partial(self.unit.fresh_states, task))
 
     def _direction(self, task: MatrixTask, stored: Mapping[str, StoredState], values: Tensor) -> Tensor:

@@ -6,8 +6,9 @@ meet one of the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import count
@@ -19,7 +20,7 @@ import torch
 from apart_devices import DEVICE, HOST
 from ranks import once, run_ranks
 from simulated import CASES, Case, Framework, Model, world_group
-from torch import Tensor
+from torch import Tensor, nn
 
 from rankwise import MARS, MKOR, LDAdam
 from rankwise.comm import host_link
@@ -27,7 +28,7 @@ from rankwise.comm.host_link import HostLink
 from rankwise.estimate import estimate
 from rankwise.extension import MatrixOptimizer, MatrixSpec, Options, State, options_as_keywords, shared
 from rankwise.kernels.native import building
-from rankwise.layout.layout_source import WorkPlace
+from rankwise.layout.layout_source import WholeParameters, WorkPlace
 
 
 @dataclass(frozen=True)
@@ -218,3 +219,90 @@ def test_nothing_mixes_the_host_and_the_device(name: str, monkeypatch: pytest.Mo
                     places.put(value, HOST)
         assert places.crossed[DEVICE] and places.crossed[HOST]
     building.library.cache_clear()
+
+
+# --- what users do between steps -------------------------------------------------------------------------------------
+
+PLAIN = ("mars-muon", "mars-int8", "ldadam-ef", "ldadam-narrow", "mkor", "mkor-sketch")
+
+
+class _Training:
+    """A user's loop of one process, whose optimizers keep weights and states on the host."""
+
+    def __init__(self, name: str, wish: str, parts: int = 1) -> None:
+        torch.manual_seed(0)
+        self.name, self.count = name, 0
+        self.model = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8))
+        named = list(self.model.named_parameters())
+        held = [named[:2], named[2:]] if parts == 2 else [named]
+        self.optimizers = [self._built(wish, params) for params in held]
+
+    def _built(self, wish: str, params: Any) -> Any:
+        case = WITH_MATRICES[self.name]
+        options = {key: "float32" if value == "DTYPE" else value for key, value in case.options.items()}
+        optimizer = case.build(params, lr=1e-2, offload_compute=wish, **options)
+        optimizer.capture(self.model)
+        return optimizer
+
+    def steps(self, number: int) -> None:
+        for _ in range(number):
+            inputs = torch.randn(16, 12, generator=torch.Generator().manual_seed(self.count))
+            self.model(inputs).square().mean().backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            self.count += 1
+
+    def grow(self, other: str) -> None:
+        self.model.append(nn.Linear(8, 8))
+        added = [(f"5.{name}", parameter) for name, parameter in self.model[5].named_parameters()]
+        self.optimizers[0].add_param_group({"params": added})
+        self.optimizers[0].capture(self.model)
+
+    def copy(self, other: str) -> None:
+        self.model, self.optimizers = deepcopy((self.model, self.optimizers))
+        self.optimizers[0].capture(self.model)
+
+    def reset(self, other: str) -> None:
+        self.optimizers[0].state.pop(self.model[2].weight)
+        self.steps(2)
+        self.optimizers[0].state.clear()
+
+    def move(self, other: str) -> None:
+        """To a new optimizer that multiplies in the other place."""
+        saved = deepcopy(self.optimizers[0].state_dict())
+        self.optimizers = [self._built(other, self.model.named_parameters())]
+        self.optimizers[0].load_state_dict(saved)
+
+    def digests(self) -> list[str]:
+        values: list[Tensor] = [parameter.detach() for parameter in self.model.parameters()]
+        for optimizer in self.optimizers:
+            for state in (*optimizer.state.values(), *optimizer.matrix_states.everything().values()):
+                values += [value for _, value in sorted(state.items())]
+        return [_digest(value) for value in values]
+
+
+EVENTS: dict[str, Callable[[_Training, str], None]] = {
+    "grows": _Training.grow,
+    "is copied": _Training.copy,
+    "is reset": _Training.reset,
+    "is moved": _Training.move,
+    "has two optimizers": lambda training, other: None,
+}
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_users_do_between_steps_is_alike_in_both_places(
+    name: str, event: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WholeParameters, "work_place", lambda self, group: WorkPlace(torch.device("cpu"), group))
+    ends = []
+    for wish, other in (("host", "device"), ("device", "host")):
+        training = _Training(name, wish, parts=2 if event == "has two optimizers" else 1)
+        training.steps(3)
+        assert (_crossed(training.optimizers[0]) > (0, 0)) == (wish == "device")
+        EVENTS[event](training, other)
+        training.steps(2)
+        ends.append(training.digests())
+    assert ends[0] == ends[1]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from counted_launches import Launches, counts_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,41 +18,8 @@ from rankwise.kernels import triton
 from rankwise.kernels.dispatch import using
 from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents
 
-# They only say how memory is to be read, and start nothing on a device.
-VIEWS = {"view", "_unsafe_view", "slice", "select", "as_strided", "detach", "t", "transpose", "unsqueeze", "squeeze"}
-VIEWS |= {
-    "unbind",
-    "alias",
-    "split",
-    "split_with_sizes",
-    "expand",
-    "permute",
-    "_reshape_alias",
-    "unflatten",
-    "diagonal",
-}
 # Where a table of addresses is made on the host, which depends on what memory the allocator gave.
 TABLES = {"lift_fresh", "set_"}
-
-
-class Launches(TorchDispatchMode):
-    """Counts operations that would start something on an accelerator.
-
-    Args:
-        on_host: Memory of tensors that live on the CPU by design: the step counts.
-    """
-
-    def __init__(self, on_host: list[torch.Tensor]) -> None:
-        super().__init__()
-        self._exempt = {tensor.data_ptr() for tensor in on_host}
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__.partition(".")[0]
-        of_host = bool(args) and isinstance(args[0], torch.Tensor) and args[0].data_ptr() in self._exempt
-        if name not in VIEWS and not name.startswith("empty") and not of_host:
-            self.found.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 def operations(kind: Any, options: dict[str, Any], layers: int, module: Any) -> list[str]:
@@ -62,10 +30,7 @@ def operations(kind: Any, options: dict[str, Any], layers: int, module: Any) -> 
     for step in range(3):
         optimizer.zero_grad()
         model(torch.randn(4, 8)).square().mean().backward()
-        on_host = [state[name] for state in optimizer.state.values() for name in state if name == "step"]
-        counted = [state.name for state in optimizer.spec.matrix_states if state.counted]
-        on_host += [state[name] for state in optimizer.matrix_states.values() for name in counted]
-        with using(module), Launches(on_host) as counter:
+        with using(module), Launches(counts_of(optimizer)) as counter:
             optimizer.step()
         assert step == 0 or counter.found
     return counter.found

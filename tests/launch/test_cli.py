@@ -219,6 +219,23 @@ def test_megatron_command_without_a_gpu_names_the_way_out(tmp_path: Path, monkey
     assert status == 2 and "torch sees no GPU; use --cpu" in output
 
 
+def test_a_checkout_that_needs_a_newer_python_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-LM from 0.18 on imports ``typing.override``, which 3.11 does not have."""
+    script, models = tmp_path / "pretrain_gpt.py", tmp_path / "megatron/training/models"
+    models.mkdir(parents=True)
+    script.write_text("")
+    (models / "gpt.py").write_text("from typing import override\n")
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delattr("typing.override", raising=False)
+    status, output = run("megatron", "--cpu", "--dry-run", str(script))
+    assert status == 2 and "needs 3.12 or later (typing.override)" in output
+    (models / "gpt.py").write_text("from typing import Any\nfrom elsewhere import override\n")
+    assert run("megatron", "--cpu", "--dry-run", str(script))[0] == 0
+    (models / "gpt.py").write_text("from typing import Any, override\n")
+    monkeypatch.setattr("typing.override", lambda function: function, raising=False)
+    assert run("megatron", "--cpu", "--dry-run", str(script))[0] == 0
+
+
 @pytest.mark.parametrize(("rank", "arguments"), [("0", ["--lr", "1"]), (None, ["--help"])])
 def test_megatron_command_runs_in_process_under_a_launcher_and_for_help(
     rank: str | None, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -93,8 +93,7 @@ def _replay(gradients: Gradients, trainer: Trainer) -> None:
     for chunk in trainer.chunks:
         for parameter, cut in trainer.cuts(chunk):
             start, end = run_of(wrapper, parameter)
-            assert (parameter.grad is None) == (start == end)
-            if parameter.grad is not None:
+            if start < end:
                 own, whole = parameter.grad._local_tensor, cut.of(gradients[trainer.step][cut.name])
                 given = whole.reshape(-1)[start:end].view(own.shape)
                 assert (own - given).abs().max() <= ROUNDED * whole.abs().max(), cut.name

@@ -74,13 +74,13 @@ ENGINE: dict[str, tuple[int, dict[str, Any]]] = {
 # Weights that are cut once more, by rows; tried in a file of their own, and in the whole grid.
 SHARDS: dict[str, tuple[int, dict[str, Any]]] = {
     "WS2": (2, {"again": 2, "filled_up": 64}),  # of most weights the second rank has zeros alone
-    "WS2 DP2": (4, {"again": 2, "tied": True}),
+    "WS2 DP2": (4, {"again": 2}),
     "WS2 TP2": (4, {"again": 2, "filled_up": 24, "tp": 2, **BIASED}),
     "WS2 TP2 SP": (4, {"again": 2, "filled_up": 24, "tp": 2, "sp": True}),
     "WS2 PP2": (4, {"again": 2, "filled_up": 24, "pp": 2}),
     "WS2 CP2": (4, {"again": 2, "cp": 2}),
     "WS2 with experts": (2, {"again": 2, "expert_again": 2, "filled_up": 24, **MOE}),
-    "WS2 EP2": (4, {"again": 2, "ep": 2, **MOE}),
+    "WS2 EP2": (4, {"again": 2, "expert_again": 2, "ep": 2, **MOE}),
 }
 SHARDS = SHARDS if HAS_WEIGHT_SHARDS else {}
 WRAPPERS = {"plain": {}, "distributed": OVERLAPPED, "layer-wise": {"optimizer": LAYER_WISE}}

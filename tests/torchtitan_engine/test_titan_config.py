@@ -13,6 +13,7 @@ from titan_runs import MODELS
 from torch import Tensor, nn
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.experiments.torchft.optimizer import TorchFTOptimizersContainer
 from torchtitan.trainer import Trainer
 
 import rankwise
@@ -251,6 +252,15 @@ def test_another_types_states_are_refused_before_anything_changes(theirs: str, o
 
 
 # --- MKOR -------------------------------------------------------------------------------------------------------------
+
+
+def test_fault_tolerance_is_refused() -> None:
+    config = TorchFTOptimizersContainer.Config(
+        param_groups=[ParamGroupConfig(pattern=".*", optimizer_name="LDAdam", optimizer_kwargs={"lr": 1e-3})],
+        implementation="for-loop",
+    )
+    with pytest.raises(OptionError, match="optimizer_name='LDAdam' is invalid under torchft"):
+        config.build(model_parts=[network()], ft_manager=SimpleNamespace(manager=None, use_async_quorum=True))
 
 
 def test_mkor_is_refused_where_graphs_would_run_no_hooks() -> None:
