@@ -208,7 +208,8 @@ def named_weights(model: nn.Module) -> dict[str, np.ndarray]:
     """Whole weights by AutoEP's names, every expert apart."""
     found = {}
     for name, parameter in model.named_parameters():
-        found |= _apart(name.replace("mlp.gate.weight", "mlp.router.gate.weight"), parameter, range(len(parameter)))
+        name = name.replace("mlp.gate.weight", "mlp.router.gate.weight").replace("shared_expert", "shared_experts")
+        found |= _apart(name, parameter, range(len(parameter)))
     return found
 
 
