@@ -40,12 +40,12 @@ def _run(rank: int, world: int, cells: list[Cell], folder: str) -> list[tuple[We
     found = []
     for cell in cells:
         engine = runs.engine_of(cell, world)
-        runs.train(engine, cell, rank, world, range(2))
+        runs.train(engine, rank, world, range(2))
         engine.save_checkpoint(f"{folder}/{cell.name}", tag="saved")
         resumed = runs.engine_of(cell, world, seed=1)
         resumed.load_checkpoint(f"{folder}/{cell.name}", tag="saved")
         for run in (engine, resumed):
-            runs.train(run, cell, rank, world, range(2, STEPS))
+            runs.train(run, rank, world, range(2, STEPS))
         mine, theirs = runs.weights_of(engine), runs.weights_of(resumed)
         same = all(np.array_equal(mine[key], theirs[key]) for key in mine)
         if isinstance(engine.basic_optimizer, ShardedOptimizer):
@@ -95,8 +95,6 @@ GRIDS = {
     "ZeRO 2, whole stacks": Grid(2, ALL, {"stage": 2, "shared": 1}),
     "ZeRO 3, whole stacks": Grid(2, ALL, {"stage": 3, "shared": 1}),
     "ZeRO 3, an expert on each rank": Grid(4, ALL, {"stage": 3, "shared": 4}),
-    "ZeRO 2, AutoTP": Grid(4, ALL, {"stage": 2, "cut": 2}),
-    "ZeRO 3, AutoTP": Grid(4, ALL, {"stage": 3, "cut": 2}),
 }
 QUICK = ("ZeRO 2, cut and shared out", "ZeRO 3, cut and shared out")
 
@@ -127,7 +125,7 @@ def _continue(rank: int, world: int, cells: list[Cell], folder: str, tag: str) -
     for cell in cells:
         engine = runs.engine_of(cell, world, seed=1)
         engine.load_checkpoint(f"{folder}/{cell.name}", tag=tag)
-        runs.train(engine, cell, rank, world, range(2, STEPS))
+        runs.train(engine, rank, world, range(2, STEPS))
         found.append(runs.weights_of(engine))
         engine.destroy()
     return found
@@ -179,7 +177,7 @@ def _refusals(rank: int, world: int, folder: str) -> list[str]:
     half = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
     trained, other = Cell("LDAdam"), {"shared": 1}
     engine = runs.engine_of(trained, world)
-    runs.train(engine, trained, rank, world, range(1))
+    runs.train(engine, rank, world, range(1))
     engine.save_checkpoint(folder, tag="saved")
     said = []
     model = runs.model_of(trained)
@@ -227,11 +225,11 @@ def _operations(rank: int, world: int, cells: list[Cell]) -> list[tuple[int, lis
     found = []
     for cell in cells:
         engine = runs.engine_of(cell, world)
-        runs.train(engine, cell, rank, world, range(2))
+        runs.train(engine, rank, world, range(2))
         optimizer, launches = engine.basic_optimizer, Launches(counts_of(engine.basic_optimizer))
         optimizer.register_step_pre_hook(lambda *_, counter=launches: counter.__enter__() and None)
         optimizer.register_step_post_hook(lambda *_, counter=launches: counter.__exit__(None, None, None))
-        runs.train(engine, cell, rank, world, range(2, 3))
+        runs.train(engine, rank, world, range(2, 3))
         owned = [key for key, owner in optimizer.planner.owners().items() if owner == rank and ".experts." in key]
         found.append((len(owned), launches.found))
         engine.destroy()
