@@ -11,7 +11,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
 from deepspeed_plugin.auto_tp import is_cut, tensor_ranks
-from deepspeed_plugin.experts import are_cut_alike, are_known, are_native, stacks_of
+from deepspeed_plugin.experts import are_cut_alike, are_known, stacks_of
 from deepspeed_plugin.pipeline import is_pipeline
 from rankwise.options.validation import OptionError
 from rankwise.step.optimizer import ShardedOptimizer, living_optimizers
@@ -169,7 +169,7 @@ def _refuse_cut_weights(engine: DeepSpeedEngine, name: str) -> None:
 def _refuse_beside_autotp(engine: DeepSpeedEngine, name: str) -> None:
     """Refuse whatever divides ranks or weights in a second way, which no layout describes."""
     beside = {
-        "expert layers of deepspeed.moe": engine.has_moe_layers and are_native(engine.module),
+        "expert layers": engine.has_moe_layers,
         "a pipeline": is_pipeline(engine),
         "sequence parallelism": engine.sequence_parallel_size > 1,
         "hpZ": engine.zero_hpz_partition_size() > 1,

@@ -160,7 +160,7 @@ def _init(container: OptimizersContainer, config: Any, *, model_parts: list[nn.M
 
 def _refuse_fault_tolerance(container: OptimizersContainer, config: Any) -> None:
     """Refuse torchft's container, which hands other replicas the dictionary of states that it took at the start."""
-    if hasattr(container, "init_cache_state_dict"):
+    if any(kind.__name__ == "TorchFTOptimizersContainer" for kind in type(container).__mro__):
         name = next(group.optimizer_name for group in config.param_groups if group.optimizer_name in OPTIMIZER_NAMES)
         raise OptionError(
             f"optimizer_name={shown(name)} is invalid under torchft (fault_tolerance.enable): replicas that join get "

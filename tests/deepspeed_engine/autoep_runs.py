@@ -68,7 +68,6 @@ class Cell:
         experts: Experts of each layer.
         stage: Stage of ZeRO.
         shared: Ranks that share the experts of a layer out.
-        cut: Tensor-parallel ranks.
         config: Further keys of DeepSpeed's configuration.
         params: Params of the type, beside those of :data:`PARAMS`.
     """
@@ -78,7 +77,6 @@ class Cell:
     experts: int = 4
     stage: int = 2
     shared: int = 2
-    cut: int = 1
     config: Mapping[str, Any] = field(default_factory=dict)
     params: Mapping[str, Any] = field(default_factory=dict)
 
@@ -87,9 +85,8 @@ class Cell:
         return {"type": self.name.partition(",")[0], "params": {**PARAMS[self.name], **self.params}}
 
     def config_on(self, world: int) -> dict[str, Any]:
-        cut = {"tensor_parallel": {"autotp_size": self.cut}} if self.cut > 1 else {}
         return {
-            "train_micro_batch_size_per_gpu": BATCH * self.cut // world,
+            "train_micro_batch_size_per_gpu": BATCH // world,
             "gradient_accumulation_steps": ACCUMULATION,
             "gradient_clipping": CLIPPING,
             "steps_per_print": 10**9,
@@ -101,7 +98,6 @@ class Cell:
                 "use_grouped_mm": False,
             },
             "optimizer": self.block,
-            **cut,
             **self.config,
         }
 
@@ -136,10 +132,10 @@ def tokens() -> Tensor:
     return torch.randint(VOCABULARY, (STEPS, ACCUMULATION, BATCH, LENGTH), generator=generator)
 
 
-def train(engine: Any, cell: Cell, rank: int, world: int, steps: range = range(STEPS)) -> None:
+def train(engine: Any, rank: int, world: int, steps: range = range(STEPS)) -> None:
     """Train on this rank's part of every batch."""
-    x, size = tokens(), BATCH * cell.cut // world
-    share = slice(rank // cell.cut * size, (rank // cell.cut + 1) * size)
+    x, size = tokens(), BATCH // world
+    share = slice(rank * size, (rank + 1) * size)
     for step in steps:
         for micro in range(ACCUMULATION):
             mine = x[step, micro, share]
@@ -208,7 +204,8 @@ def named_weights(model: nn.Module) -> dict[str, np.ndarray]:
     """Whole weights by AutoEP's names, every expert apart."""
     found = {}
     for name, parameter in model.named_parameters():
-        found |= _apart(name.replace("mlp.gate.weight", "mlp.router.gate.weight"), parameter, range(len(parameter)))
+        name = name.replace("mlp.gate.weight", "mlp.router.gate.weight").replace("shared_expert", "shared_experts")
+        found |= _apart(name, parameter, range(len(parameter)))
     return found
 
 

@@ -12,16 +12,9 @@ import ds_harness as ds
 import numpy as np
 import pytest
 from autoep_runs import SKETCH, STEPS, Cell
-from counted_launches import Launches, counts_of
 from ds_harness import REFERENCE, run_ranks
 
-from deepspeed_plugin.checkpoints import CheckpointError
 from deepspeed_plugin.checkpoints.converting import convert
-from deepspeed_plugin.registry import build
-from rankwise.comm.exchange import MatrixExchange
-from rankwise.kernels import lists
-from rankwise.kernels.dispatch import using
-from rankwise.options.validation import OptionError
 from rankwise.step.optimizer import ShardedOptimizer
 
 # In one cell, AdamW's error is that of the other order of summation; ours may be ten times that.
@@ -40,12 +33,12 @@ def _run(rank: int, world: int, cells: list[Cell], folder: str) -> list[tuple[We
     found = []
     for cell in cells:
         engine = runs.engine_of(cell, world)
-        runs.train(engine, cell, rank, world, range(2))
+        runs.train(engine, rank, world, range(2))
         engine.save_checkpoint(f"{folder}/{cell.name}", tag="saved")
         resumed = runs.engine_of(cell, world, seed=1)
         resumed.load_checkpoint(f"{folder}/{cell.name}", tag="saved")
         for run in (engine, resumed):
-            runs.train(run, cell, rank, world, range(2, STEPS))
+            runs.train(run, rank, world, range(2, STEPS))
         mine, theirs = runs.weights_of(engine), runs.weights_of(resumed)
         same = all(np.array_equal(mine[key], theirs[key]) for key in mine)
         if isinstance(engine.basic_optimizer, ShardedOptimizer):
@@ -95,8 +88,6 @@ GRIDS = {
     "ZeRO 2, whole stacks": Grid(2, ALL, {"stage": 2, "shared": 1}),
     "ZeRO 3, whole stacks": Grid(2, ALL, {"stage": 3, "shared": 1}),
     "ZeRO 3, an expert on each rank": Grid(4, ALL, {"stage": 3, "shared": 4}),
-    "ZeRO 2, AutoTP": Grid(4, ALL, {"stage": 2, "cut": 2}),
-    "ZeRO 3, AutoTP": Grid(4, ALL, {"stage": 3, "cut": 2}),
 }
 QUICK = ("ZeRO 2, cut and shared out", "ZeRO 3, cut and shared out")
 
@@ -127,7 +118,7 @@ def _continue(rank: int, world: int, cells: list[Cell], folder: str, tag: str) -
     for cell in cells:
         engine = runs.engine_of(cell, world, seed=1)
         engine.load_checkpoint(f"{folder}/{cell.name}", tag=tag)
-        runs.train(engine, cell, rank, world, range(2, STEPS))
+        runs.train(engine, rank, world, range(2, STEPS))
         found.append(runs.weights_of(engine))
         engine.destroy()
     return found
@@ -170,81 +161,3 @@ def test_states_continue_on_other_experts(move: str, tmp_path: Path) -> None:
         assert all(same for _, same in (ranks[at] for ranks in stayed)), cell.name
         here, there = _joined(ranks[at][0] for ranks in stayed), _joined(ranks[at] for ranks in moved)
         assert ds.error(there, here, initial) <= ALLOWED * max(_response(cell), 1e-6), cell.name
-
-
-# --- what is refused -------------------------------------------------------------------------------------------------
-
-
-def _refusals(rank: int, world: int, folder: str) -> list[str]:
-    half = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
-    trained, other = Cell("LDAdam"), {"shared": 1}
-    engine = runs.engine_of(trained, world)
-    runs.train(engine, trained, rank, world, range(1))
-    engine.save_checkpoint(folder, tag="saved")
-    said = []
-    model = runs.model_of(trained)
-    mine = build("LDAdam", list(model.parameters()), **trained.block["params"])
-    try:
-        runs.initialized(model, trained, world, optimizer=mine)
-    except OptionError as refusal:
-        said.append(str(refusal))
-    for cell, loads, frozen in (
-        (Cell("LDAdam", stage=0), False, None),
-        (Cell("LDAdam", stage=1, config=half), False, None),
-        (Cell("LDAdam", experts=8, **other), True, None),
-        (Cell("LDAdam", **other), True, "w2"),
-        (Cell("LDAdam", model="qwen2_moe", **other), True, None),
-    ):
-        try:
-            run = runs.engine_of(cell, world, freeze=frozen)
-            if loads:
-                run.load_checkpoint(folder, tag="saved")
-            said.append("accepted")
-        except (OptionError, CheckpointError) as refusal:
-            said.append(str(refusal))
-    return said
-
-
-def test_what_cannot_be_done_is_refused_alike(tmp_path: Path) -> None:
-    words = (
-        "optimizer='an instance beside expert_parallel' is invalid",
-        "expert layers under='LDAdam'",
-        "expert layers under='BF16_Optimizer'",
-        "mlp.experts.w1",
-        "model.layers.0.mlp.experts.w2, which is not trained, lies in a file for each expert",
-        "the checkpoint is of another model",
-    )
-    for messages in run_ranks(2, _refusals, str(tmp_path)):
-        for message, word in zip(messages, words, strict=True):
-            assert word in message, message
-
-
-# --- launches --------------------------------------------------------------------------------------------------------
-
-
-def _operations(rank: int, world: int, cells: list[Cell]) -> list[tuple[int, list[str]]]:
-    """Matrices of the experts that this rank owns, and what starts something on a device in a third step."""
-    found = []
-    for cell in cells:
-        engine = runs.engine_of(cell, world)
-        runs.train(engine, cell, rank, world, range(2))
-        optimizer, launches = engine.basic_optimizer, Launches(counts_of(engine.basic_optimizer))
-        optimizer.register_step_pre_hook(lambda *_, counter=launches: counter.__enter__() and None)
-        optimizer.register_step_post_hook(lambda *_, counter=launches: counter.__exit__(None, None, None))
-        runs.train(engine, cell, rank, world, range(2, 3))
-        owned = [key for key, owner in optimizer.planner.owners().items() if owner == rank and ".experts." in key]
-        found.append((len(owned), launches.found))
-        engine.destroy()
-    return found
-
-
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_hundreds_of_experts_take_the_launches_of_a_few(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MatrixExchange, "one_by_one_on", ())  # as on an accelerator
-    names = ("MARS-M", "LDAdam")
-    cells = [Cell(name, experts=experts, stage=stage) for name in names for experts in (4, 256)]
-    with using(lists):
-        for of_rank in run_ranks(2, _operations, cells):
-            for name, (few, expected), (many, counted) in zip(names, of_rank[::2], of_rank[1::2], strict=True):
-                assert (few, many) == (2 * 3 * 4 // 2, 2 * 3 * 256 // 2), name
-                assert counted == expected, name
