@@ -378,7 +378,8 @@ def uncaptured_tasks(unit: StepUnit, table: ParameterTable) -> list[MatrixTask]:
     for key in unit.keys("matrix"):
         info, position = unit.parameters[key].info, unit.parameters[key].position
         sides = info.logical_matrix_shape
-        signature = LayerSignature(*sides, False, info.transposed, position, table.blocks.get(key, ()))
+        blocks = table.blocks.get(table.base_name(key), ())
+        signature = LayerSignature(*sides, False, info.transposed, position, blocks)
         tasks.append(MatrixTask(key, (key,), signature, signature.cost))
     return tasks
 

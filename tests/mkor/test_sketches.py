@@ -338,6 +338,27 @@ def test_experts_have_factors() -> None:
     assert rules == {"official": "fallback", "sketch": "matrix"}
 
 
+@pytest.mark.parametrize(
+    "how", [{}, {"backend": "lamb"}, {"state_dtype": "int8"}, {"blocks": {"e*": {"a": 5, "b": 4}}}]
+)
+def test_a_stack_of_experts_equals_its_matrices(how: dict[str, Any]) -> None:
+    stack = torch.randn(3, 9, 8, generator=torch.Generator().manual_seed(1))
+    together = [("experts", nn.Parameter(stack.clone()))]
+    apart = [(f"experts.{index}", nn.Parameter(matrix.clone())) for index, matrix in enumerate(stack)]
+    optimizers = [MKOR(weights, lr=1e-2, rule="sketch", update_interval=2, **how) for weights in (together, apart)]
+    for step in range(5):
+        together[0][1].grad = torch.randn(3, 9, 8, generator=torch.Generator().manual_seed(step))
+        for (_, weight), gradient in zip(apart, together[0][1].grad, strict=True):
+            weight.grad = gradient.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(together[0][1], torch.stack([weight for _, weight in apart]))
+    states = [list(optimizer.matrix_states.everything().values()) for optimizer in optimizers]
+    for one, other in zip(*states, strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert all(row.reason == "stack of matrices" for row in optimizers[0].explain())
+
+
 def _counted(rank: int, world: int, rule: str, wrapped: bool) -> tuple[list[Tensor], dict[str, float], list[str]]:
     model = network()
     if wrapped:
