@@ -12,9 +12,16 @@ import ds_harness as ds
 import numpy as np
 import pytest
 from autoep_runs import SKETCH, STEPS, Cell
+from counted_launches import Launches, counts_of
 from ds_harness import REFERENCE, run_ranks
 
+from deepspeed_plugin.checkpoints import CheckpointError
 from deepspeed_plugin.checkpoints.converting import convert
+from deepspeed_plugin.registry import build
+from rankwise.comm.exchange import MatrixExchange
+from rankwise.kernels import lists
+from rankwise.kernels.dispatch import using
+from rankwise.options.validation import OptionError
 from rankwise.step.optimizer import ShardedOptimizer
 
 # In one cell, AdamW's error is that of the other order of summation; ours may be ten times that.
@@ -131,8 +138,8 @@ def _convert(rank: int, world: int, cells: list[Cell], folder: str) -> None:
 
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
 MOVES = {
-    "other experts, through a universal checkpoint": ((2, 2, 2), (3, 4, 4), ("MARS-M", "LDAdam"), True),
-    "other experts": ((3, 4, 2), (2, 2, 1), ("LDAdam", SKETCH), False),
+    "other experts, through a universal checkpoint": ((2, 2, 2), (3, 4, 4), ("LDAdam", SKETCH), True),
+    "all types, from ZeRO 3 to 2": ((3, 4, 2), (2, 2, 1), ALL, False),
     "all types, from ZeRO 2": ((2, 4, 2), (3, 4, 4), ALL, True),
     "all types, from ZeRO 3": ((3, 4, 4), (1, 2, 2), ALL, True),
     "all types, to one rank": ((3, 2, 2), (2, 1, 1), ALL, False),
@@ -161,3 +168,81 @@ def test_states_continue_on_other_experts(move: str, tmp_path: Path) -> None:
         assert all(same for _, same in (ranks[at] for ranks in stayed)), cell.name
         here, there = _joined(ranks[at][0] for ranks in stayed), _joined(ranks[at] for ranks in moved)
         assert ds.error(there, here, initial) <= ALLOWED * max(_response(cell), 1e-6), cell.name
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def _refusals(rank: int, world: int, folder: str) -> list[str]:
+    half = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    trained, other = Cell("LDAdam"), {"shared": 1}
+    engine = runs.engine_of(trained, world)
+    runs.train(engine, rank, world, range(1))
+    engine.save_checkpoint(folder, tag="saved")
+    said = []
+    model = runs.model_of(trained)
+    mine = build("LDAdam", list(model.parameters()), **trained.block["params"])
+    try:
+        runs.initialized(model, trained, world, optimizer=mine)
+    except OptionError as refusal:
+        said.append(str(refusal))
+    for cell, loads, frozen in (
+        (Cell("LDAdam", stage=0), False, None),
+        (Cell("LDAdam", stage=1, config=half), False, None),
+        (Cell("LDAdam", experts=8, **other), True, None),
+        (Cell("LDAdam", **other), True, "w2"),
+        (Cell("LDAdam", model="qwen2_moe", **other), True, None),
+    ):
+        try:
+            run = runs.engine_of(cell, world, freeze=frozen)
+            if loads:
+                run.load_checkpoint(folder, tag="saved")
+            said.append("accepted")
+        except (OptionError, CheckpointError) as refusal:
+            said.append(str(refusal))
+    return said
+
+
+def test_what_cannot_be_done_is_refused_alike(tmp_path: Path) -> None:
+    words = (
+        "optimizer='an instance beside expert_parallel' is invalid",
+        "expert layers under='LDAdam'",
+        "expert layers under='BF16_Optimizer'",
+        "of another model",
+        "model.layers.0.mlp.experts.w2, which is not trained, lies in a file for each expert",
+        "of another model",
+    )
+    for messages in run_ranks(2, _refusals, str(tmp_path)):
+        for message, word in zip(messages, words, strict=True):
+            assert word in message, message
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
+
+
+def _operations(rank: int, world: int, cells: list[Cell]) -> list[tuple[int, list[str]]]:
+    """Matrices of the experts that this rank owns, and what starts something on a device in a third step."""
+    found = []
+    for cell in cells:
+        engine = runs.engine_of(cell, world)
+        runs.train(engine, rank, world, range(2))
+        optimizer, launches = engine.basic_optimizer, Launches(counts_of(engine.basic_optimizer))
+        optimizer.register_step_pre_hook(lambda *_, counter=launches: counter.__enter__() and None)
+        optimizer.register_step_post_hook(lambda *_, counter=launches: counter.__exit__(None, None, None))
+        runs.train(engine, rank, world, range(2, 3))
+        owned = [key for key, owner in optimizer.planner.owners().items() if owner == rank and ".experts." in key]
+        found.append((len(owned), launches.found))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_hundreds_of_experts_take_the_launches_of_a_few(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MatrixExchange, "one_by_one_on", ())  # as on an accelerator
+    names = ("MARS-M",)
+    cells = [Cell(name, experts=experts, stage=stage) for name in names for experts in (4, 256)]
+    with using(lists):
+        for of_rank in run_ranks(2, _operations, cells):
+            for name, (few, expected), (many, counted) in zip(names, of_rank[::2], of_rank[1::2], strict=True):
+                assert (few, many) == (2 * 3 * 4 // 2, 2 * 3 * 256 // 2), name
+                assert counted == expected, name
