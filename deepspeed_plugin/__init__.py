@@ -23,6 +23,7 @@ module                   names of
 
 from __future__ import annotations
 
+from deepspeed_plugin import _versions as _versions  # refuses earlier ones before their names are missed
 from deepspeed_plugin.registry import JSON_TYPES, initialize, is_registered, register, unregister, validate_config
 
 __all__ = ["JSON_TYPES", "initialize", "is_registered", "register", "unregister", "validate_config"]

@@ -21,6 +21,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from deepspeed_plugin import auto_tp
+from deepspeed_plugin._versions import TESTED
 from deepspeed_plugin.affine_maps import logical_shape
 from deepspeed_plugin.experts import expert_shards
 from rankwise.comm.local_groups import host_group
@@ -119,7 +120,7 @@ class DeepSpeedLayout(LayoutSource):
         except AttributeError as error:
             raise LayoutError(
                 f"{error}, from which the layout of its parameters is read; this DeepSpeed ({_version()}) names it "
-                "differently from the tested ones (0.19): install deepspeed>=0.19,<0.20, or report the version."
+                f"differently from the tested ones: install {TESTED}, or report the version."
             ) from error
 
     def order(self) -> GroupedShapes | None:
@@ -205,7 +206,7 @@ class DeepSpeedLayout(LayoutSource):
                 return index
         raise LayoutError(
             f"step() met a tensor of {tensor.numel()} elements that the ZeRO wrapper does not list; this DeepSpeed "
-            f"version ({_version()}) stores partitions differently from the tested ones (0.19)."
+            f"version ({_version()}) stores partitions differently from the tested ones ({TESTED})."
         )
 
     def _verify(self, name: str, full_precision: Tensor, model_weight: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from ds_harness import run_ranks
 from torch import nn
 
 import deepspeed_plugin
+from deepspeed_plugin import _versions
 from deepspeed_plugin.checkpoints import CheckpointError
 from deepspeed_plugin.layouts import _ZeroOneTwo
 from rankwise.layout.layout import LayoutError
@@ -187,3 +189,11 @@ def test_a_renamed_attribute_is_refused_with_the_version() -> None:
         layout.refuse_other_attributes()
     wrapper.bit16_groups = []
     layout.refuse_other_attributes()
+
+
+@pytest.mark.parametrize("version", ["0.19.6", "0.18.9+local", "0.9"])
+def test_earlier_versions_are_refused_by_name(version: str) -> None:
+    assert f"    {_versions.TESTED}\n" in (Path(__file__).parents[2] / "setup.cfg").read_text()
+    with mock.patch.object(deepspeed, "__version__", version), pytest.raises(ImportError) as refusal:
+        importlib.reload(_versions)
+    assert f"needs {_versions.TESTED}, and DeepSpeed {version} is installed" in str(refusal.value)
