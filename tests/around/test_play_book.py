@@ -3,9 +3,9 @@
 Rows come from the events' declarations and from the ways of each framework, columns from the entry points'
 declarations, types from `rankwise.names` and from the fields of the options. Each framework plays every event before a
 step, and every entry point after nothing. CI plays a matrix type and MKOR in one process, and of the frameworks MKOR
-under DDP and FSDP2, and in `test_play_book_engines.py` under ZeRO 2 and Megatron's distributed optimizer, there without
+under FSDP2, and in `test_play_book_engines.py` under ZeRO 2 and Megatron's distributed optimizer, there without
 the user's groups and what surrounds a step, of which one process tells. Exhaustive are these, an element-wise type,
-ZeRO 0, 1 and 3, Megatron's DDP and the other types of all frameworks, the product, all types and all options.
+DDP, ZeRO 0, 1 and 3, Megatron's DDP and the other types of all frameworks, the product, all types and all options.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def test_nothing_that_a_user_does_between_steps_changes_them(name: str, kinds: S
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("name", [pytest.param("DDP", marks=pytest.mark.exhaustive), "FSDP2"])
 def test_nor_does_it_where_models_are_spread_over_ranks(name: str) -> None:
     """Of MKOR alone, which has the most to hear of what happens."""
     rows = column(name, [KINDS["mkor"]], own=True)

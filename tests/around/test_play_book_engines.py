@@ -18,7 +18,9 @@ def test_nothing_that_a_user_of_an_engine_does_changes_steps(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ZeRO 2", "Megatron DDP", "Megatron distributed optimizer"])
+@pytest.mark.parametrize(
+    "name", ["ZeRO 2", pytest.param("Megatron DDP", marks=pytest.mark.exhaustive), "Megatron distributed optimizer"]
+)
 def test_steps_of_engines_do_not_depend_on_what_surrounds_them(name: str) -> None:
     """Of whole matrices and of those that ranks compute together."""
     check(column(name, [KINDS["mars-m"], KINDS["ldadam"]], events="a step within"))
