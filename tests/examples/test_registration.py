@@ -175,7 +175,7 @@ def command(*arguments: str, cwd: Path, **variables: str) -> subprocess.Complete
     return subprocess.run(whole, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_deepspeed_launch_knows_the_type(tmp_path: Path) -> None:
     block = {"type": "SOAP", "params": {"lr": 1e-3, "precondition_frequency": 2}}
     config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "optimizer": block}

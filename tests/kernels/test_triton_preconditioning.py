@@ -247,20 +247,24 @@ def trained(form: Any, missing: bool = False, **options: Any) -> dict[str, Tenso
 
 
 OPTIONS: list[dict[str, Any]] = [
+    {"backend": "lamb"},
+    {"weight_decay_method": "cautious"},
+    {"missing": True},
+    {"rule": "sketch"},
+    {"rule": "sketch", "backend": "sgd", "max_factor_dim": 8},
+]
+MORE: list[dict[str, Any]] = [
     {},
     {"rescale": None},
     {"backend": "sgd", "momentum": 0.5},
-    {"backend": "lamb"},
-    {"weight_decay_method": "cautious"},
     {"max_factor_dim": 8},
-    {"missing": True},
-    {"rule": "sketch"},
     {"rule": "sketch", "missing": True},
-    {"rule": "sketch", "backend": "sgd", "max_factor_dim": 8},
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    "options", [*OPTIONS, *(pytest.param(more, marks=pytest.mark.exhaustive) for more in MORE)], ids=str
+)
 def test_the_weights_are_the_same(options: dict[str, Any], launches: list[str]) -> None:
     plain = trained(foreach, **options)
     assert not launches

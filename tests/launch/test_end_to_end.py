@@ -125,7 +125,7 @@ def test_losses_do_not_depend_on_the_number_of_ranks(text: Path, tmp_path: Path)
     assert losses[0] == pytest.approx(losses[1], abs=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_training_goes_on_without_a_compiler(text: Path, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     empty = tmp_path / "extensions"
