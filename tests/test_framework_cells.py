@@ -164,7 +164,7 @@ def test_a_wrong_step_of_the_sharded_run_is_red(tmp_path: Path) -> None:
     assert [figure.surprising for figure in found.figures] == [True] and not found.problems and not found.left
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
     cell = next(cell for cell in CELLS if cell.is_killed and cell.front == "fsdp")
     ranks = Run(cell, cell.kinds, Place("cpu", str(tmp_path)))

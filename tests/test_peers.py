@@ -111,7 +111,7 @@ def mark(): pathlib.Path(os.environ["RANKWISE_PEER_MARKS"]).touch()
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_cases_run_apart_from_what_hangs(ranks: int, tmp_path: Path) -> None:
     (tmp_path / "test_theirs.py").write_text(_THEIRS)
     (tmp_path / "their_place.py").write_text(_HOOK)

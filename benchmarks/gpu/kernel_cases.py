@@ -225,10 +225,10 @@ def _add_decoded(maker: _Maker) -> Call:
 
 def _projection(maker: _Maker, shape: tuple[int, int], rank: int) -> Call:
     from rankwise.ldadam.cuda.grouped_products import grouped_product_, operand_of
-    from rankwise.ldadam.cuda.halves import in_halves
+    from rankwise.ldadam.cuda.halves import empty_halves
 
     short, long = shape
-    halves, matrix = in_halves([maker.randn(short, rank)]), maker.randn(short, long)
+    halves, matrix = [empty_halves([(short, rank)], maker.device)[0].normal_()], maker.randn(short, long)
     out = torch.empty(1, rank, long, device=maker.device)
     left, right = operand_of(halves, (rank, 1)).turned, operand_of([matrix], (long, 1))
     return lambda: (halves, matrix, grouped_product_(out, left, right, short))
@@ -238,7 +238,8 @@ def _halves(maker: _Maker) -> Call:
     """The pass that scales the columns of LDAdam's power iteration and writes their halves."""
     from rankwise.ldadam.cuda.halves import in_halves
 
-    stacks = [run.view(1, -1, 4096) for run in maker.runs(0) if run.numel() % 4096 == 0]
+    widths = [(run, min(4096, run.numel())) for run in maker.runs(0)]
+    stacks = [run.view(1, -1, width) for run, width in widths if run.numel() % width == 0]
     return lambda: in_halves(stacks, scaled=True)
 
 

@@ -3,9 +3,9 @@
 Rows come from the events' declarations and from the ways of each framework, columns from the entry points'
 declarations, types from `rankwise.names` and from the fields of the options. Each framework plays every event before a
 step, and every entry point after nothing. CI plays a matrix type and MKOR in one process, and of the frameworks MKOR
-under FSDP2, and in `test_play_book_engines.py` under ZeRO 2 and Megatron's distributed optimizer, there without
-the user's groups and what surrounds a step, of which one process tells. Exhaustive are these, an element-wise type,
-DDP, ZeRO 0, 1 and 3, Megatron's DDP and the other types of all frameworks, the product, all types and all options.
+under FSDP2, and in `test_play_book_engines.py` under ZeRO 2, there without the user's groups and what surrounds a step,
+of which one process tells. Exhaustive are these, an element-wise type, DDP, ZeRO 0, 1 and 3, Megatron's wrappers and
+the other types of all frameworks, the product, all types and all options.
 """
 
 from __future__ import annotations

@@ -8,7 +8,9 @@ from book_kinds import KINDS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ZeRO 2", "Megatron distributed optimizer"])
+@pytest.mark.parametrize(
+    "name", ["ZeRO 2", pytest.param("Megatron distributed optimizer", marks=pytest.mark.exhaustive)]
+)
 def test_nothing_that_a_user_of_an_engine_does_changes_steps(name: str) -> None:
     """Of MKOR alone, which has the most to hear of what happens; see `test_play_book.py` for the others."""
     rows = column(name, [KINDS["mkor"]], own=True)

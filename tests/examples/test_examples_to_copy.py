@@ -43,22 +43,32 @@ def losses(text: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): loss ([\d.]+)", text, re.MULTILINE)}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(
-            f"rankwise deepspeed --ranks 2 --device cpu llama_deepspeed.py {TINY} --accumulation 2", id="deepspeed"
-        ),
-        pytest.param(f"torchrun --standalone --nproc-per-node 2 llama_fsdp.py {TINY} --backend aot_eager", id="fsdp"),
-    ],
-)
-def test_a_llama_is_pretrained_saved_and_resumed(command: str, tmp_path: Path) -> None:
-    said = started(tmp_path, f"{command} --steps 16")
+COMMANDS = {
+    "deepspeed": f"rankwise deepspeed --ranks 2 --device cpu llama_deepspeed.py {TINY} --accumulation 2",
+    "fsdp": f"torchrun --standalone --nproc-per-node 2 llama_fsdp.py {TINY} --backend aot_eager",
+}
+
+
+def pretrained(command: str, folder: Path) -> dict[int, float]:
+    said = started(folder, f"{command} --steps 16")
     assert re.search(r"rankwise (MARS|MARS-M): [\d.]+% of [\d,]+ weights .* take its rule", said), said[-3000:]
     first = losses(said)
     assert min(first) == 1 and max(first) == 16 and first[16] < first[1] - 1.0, first
-    resumed = losses(started(tmp_path, f"{command} --steps 18 --resume"))
+    return first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_llama_is_pretrained_and_saved(name: str, tmp_path: Path) -> None:
+    pretrained(COMMANDS[name], tmp_path)
+    assert any((tmp_path / "checkpoints").iterdir())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_llama_is_pretrained_and_resumed(name: str, tmp_path: Path) -> None:
+    first = pretrained(COMMANDS[name], tmp_path)
+    resumed = losses(started(tmp_path, f"{COMMANDS[name]} --steps 18 --resume"))
     assert set(resumed) == {18} and resumed[18] < first[1] - 1.0, resumed
 
 

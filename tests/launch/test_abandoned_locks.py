@@ -83,6 +83,7 @@ def _starts(lock: Path, results: Any) -> None:
     results.put(removed)
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_meet_an_abandoned_lock_remove_it_once(tmp_path: Path) -> None:
     """Each takes the lock anew as soon as it may: none must lose that one to another rank's cleaning."""
     lock = tmp_path / "lock"

@@ -79,7 +79,7 @@ SMALL = "--device cpu --optimizer adamw --ranks 1 --layers 1 --hidden 32 --heads
 
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc")
-@pytest.mark.parametrize("group", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("group", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_signals_end_train_and_its_ranks(group: bool, text: Path, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     out, sent = tmp_path / "out", signal.SIGINT if group else signal.SIGTERM

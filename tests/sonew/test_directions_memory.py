@@ -45,7 +45,14 @@ def trained(options: dict[str, Any], spends: bool = False, steps: int = 3, dtype
 
 
 @pytest.mark.parametrize(
-    "options", [{"band": 0}, {"band": 1}, {"band": 4, "graft": "none"}, {"graft": "rmsprop"}], ids=str
+    "options",
+    [
+        {"band": 0},
+        {"band": 1},
+        pytest.param({"band": 4, "graft": "none"}, marks=pytest.mark.exhaustive),
+        {"graft": "rmsprop"},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("at_once", [700, *(pytest.param(few, marks=pytest.mark.exhaustive) for few in (1, 300, 640))])
 def test_a_part_at_a_time(at_once: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
