@@ -125,17 +125,19 @@ class MKORSpec(OptimizerSpec):
         if chosen.rule == "matrix" and info.role is Role.EXPERT and not self.options.sketches:
             # Inputs of experts are padded to a capacity that depends on the number of ranks, and so would their mean.
             return Route("fallback", "expert")
-        if chosen.rule == "matrix" and len(info.shape) != 2 and not self.options.sketches:
-            # No module shows the inputs of one matrix of a stack.
+        if chosen.rule == "matrix" and not self._has_factors(info):
             return Route("fallback", "only 2-D weights have factors")
         if chosen.rule == "matrix" and min(info.matrix_shape) > self.options.max_factor_dim:
             return Route("fallback", f"both sides above {self.options.max_factor_dim}")
         return chosen
 
+    def _has_factors(self, info: ParameterInfo) -> bool:
+        """Whether a weight is a matrix or, by sketches, a stack: no module shows the inputs of one matrix of it."""
+        return len(info.shape) == 2 or (len(info.shape) == 3 and self.options.sketches)
+
     def splits(self, info: ParameterInfo) -> bool:
         """Whether the parts of a fused weight divide its outputs, and so share the inputs and their factor."""
-        has_factors = len(info.shape) == 2 or self.options.sketches
-        return has_factors and (info.fused is None or (info.fused.dim == -1) == info.transposed)
+        return self._has_factors(info) and (info.fused is None or (info.fused.dim == -1) == info.transposed)
 
     def element_states(self, info: ParameterInfo, rule: Rule, group: Mapping[str, Any]) -> StateTypes:
         """Return the states of the first-order backend."""
