@@ -207,6 +207,10 @@ def test_from_adamw_to_ldadam_by_the_page_s_factor() -> None:
 
 def _deepspeed_muon(options: dict[str, Any]) -> Callable[[dict[str, nn.Parameter]], Any]:
     original = pytest.importorskip("deepspeed.runtime.zero.muon.original_muon")
+    # As they are written: what torch compiles of them for AVX2 alone returns NaN.
+    for name in ("zeropower_via_newtonschulz5", "zeropower_via_gram_newtonschulz", "muon_update"):
+        function = getattr(original, name)
+        setattr(original, name, getattr(function, "_torchdynamo_orig_callable", function))
 
     def build(own: dict[str, nn.Parameter]) -> Any:
         some = list(matrices(own).values())
