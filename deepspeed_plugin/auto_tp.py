@@ -20,7 +20,7 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from deepspeed_plugin.affine_maps import expert_shard, is_stack, tensor_parallel_shard
+from deepspeed_plugin.affine_maps import tensor_parallel_shard
 from rankwise.layout.agreement import together
 from rankwise.layout.layout import LayoutError
 from rankwise.layout.layout_source import TensorParallel
@@ -83,8 +83,7 @@ def uncut(model: nn.Module, shape_of: Callable[[Tensor], Any]) -> None:
 def _looked_at(info: ParameterInfo, parameter: Parameter) -> Uncut:
     if getattr(parameter, DS_AUTOTP_UC_META, None):
         return Uncut(info, None, None, cut=True)
-    # Which experts of a stack are here is not AutoTP's to say.
-    if is_stack(parameter) or parameter.is_meta or hasattr(parameter, "ds_id") or not parameter.numel():
+    if parameter.is_meta or hasattr(parameter, "ds_id") or not parameter.numel():
         return Uncut(info, None, None)
     # The positions are not evenly spaced, because a stride that the width divides would see one column only.
     generator = torch.Generator().manual_seed(parameter.numel())
@@ -131,8 +130,7 @@ def shards(model: nn.Module) -> dict[int, TensorParallelShard]:
         shards_by_id = {}
         for name, parameter in model.named_parameters():
             shape = info_of(parameter, name, "").shape
-            shard = expert_shard(name, parameter) or tensor_parallel_shard(name, parameter, shape, rank, ways)
-            shards_by_id[id(parameter)] = shard
+            shards_by_id[id(parameter)] = shard = tensor_parallel_shard(name, parameter, shape, rank, ways)
             _compare(saved[name], parameter, shard)
         return shards_by_id
 

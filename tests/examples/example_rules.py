@@ -5,15 +5,13 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+from example_files import EXAMPLES
 
 __all__ = ["EXAMPLES", "Oracle", "load"]
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def load() -> tuple[ModuleType, ModuleType]:

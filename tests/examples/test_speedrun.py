@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+from example_files import example
 from ranks import run_ranks
-
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "speedrun_track3.py"
 
 SCRIPT = '''
 """Written for this test: it sets what the baseline sets, and steps as the baseline does."""
@@ -72,14 +68,6 @@ for _ in range(1):
 '''
 
 
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("speedrun_track3", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def trained(rank: int, world: int, script: str) -> tuple[list[float], list[float]]:
     variables: dict[str, object] = {}
     exec(compile(script, "entry", "exec"), variables)
@@ -88,7 +76,7 @@ def trained(rank: int, world: int, script: str) -> tuple[list[float], list[float
 
 @pytest.mark.parametrize("name", ["MARS-M", "MKOR-Sketch"])
 def test_an_entry_trains_on_two_ranks(name: str) -> None:
-    entry = example().entry(SCRIPT, name, 40)
+    entry = example("speedrun_track3").entry(SCRIPT, name, 40)
     changed = [line for line in difflib.ndiff(SCRIPT.splitlines(), entry.splitlines()) if line[0] in "-+"]
     assert [line.split("=")[0].split()[-1] for line in changed if line[0] == "+"] == ["train_steps", "optimizer2"]
     assert len(changed) == 5, "the statement of two lines and the number"
@@ -98,4 +86,4 @@ def test_an_entry_trains_on_two_ranks(name: str) -> None:
 
 def test_another_script_is_refused() -> None:
     with pytest.raises(ValueError, match="sets optimizer2 0 times, train_steps 1 times: it must set each once"):
-        example().entry(SCRIPT.replace("optimizer2 =", "second ="), "MARS-M", 40)
+        example("speedrun_track3").entry(SCRIPT.replace("optimizer2 =", "second ="), "MARS-M", 40)

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from cpu_titan import NoTokenizer, Rows
+from example_files import example
 from ranks import run_ranks
 from titan_runs import WIDTH, _smaller
 from torchtitan.models import llama3
 from torchtitan.models.common import ComplexRoPE
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "llama_torchtitan.py"
-
-
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("llama_torchtitan", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 def train(rank: int, world: int, name: str, folder: str) -> float:
-    module = example()
+    module = example("llama_torchtitan")
     words = ["--type", name, "--save", folder, "--steps", "2", "--length", "32", "--micro-batch", "2", "--batch", "4"]
     config = module.configuration(module.arguments(words))
     sizes = {"n_layers": 2, "dim": WIDTH, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 96}
@@ -60,7 +49,7 @@ def test_the_example_trains_on_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["MARS-M", "MKOR-Sketch", "AdamW"])
 def test_its_configuration(name: str) -> None:
-    module = example()
+    module = example("llama_torchtitan")
     config = module.configuration(module.arguments(["--type", name]))
     (group,) = config.optimizer.param_groups
     assert group.optimizer_name == name and group.optimizer_kwargs["lr"] == module.RATES[name]
