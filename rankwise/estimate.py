@@ -20,7 +20,7 @@ from rankwise.comm.owner_plan import MatrixTask
 from rankwise.comm.volume import RankBuffers, batch_buffers, halo_volume, link_volume, matrix_volume, sums_volume
 from rankwise.layout.even_cuts import EvenCuts
 from rankwise.layout.layout import Layout
-from rankwise.layout.layout_source import Slice, TensorContents
+from rankwise.layout.layout_source import Slice, TensorContents, TensorParallel
 from rankwise.plan.state_memory import element_states
 from rankwise.plan.step_costs import ScratchMemory, StepCosts
 from rankwise.plan.step_unit import StepUnit
@@ -273,7 +273,8 @@ def imagined_units(
     """
     contents, replicated = imagined_contents(optimizer, world, stage, alignment), stage == 0 and world > 1
     # As DeepSpeed and Megatron do.
-    return optimizer.imagine(contents, replicated, spends_gradients=stage > 0, offloaded=offloaded)
+    spends, together = stage > 0, TensorParallel.of_all(world, None) if stage == 3 and world > 1 else None
+    return optimizer.imagine(contents, replicated, spends, offloaded, together)
 
 
 def imagined_contents(

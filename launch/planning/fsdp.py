@@ -136,7 +136,7 @@ class MeshSource(LayoutSource):
                 sets[together] += prod(parameter.shape)
         if sets:
             chosen = max(sets, key=lambda found: (sets[found], found))
-            self.tensor_parallel = TensorParallel(chosen, None, near=False)  # type: ignore[arg-type]
+            self.tensor_parallel = TensorParallel(chosen, None, near=False)
 
     def contents(self, tensor: torch.Tensor) -> TensorContents:
         """No rank has tensors here."""

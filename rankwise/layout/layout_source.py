@@ -98,13 +98,13 @@ class TensorParallel:
 
     Attributes:
         sets: Ranks of each tensor-parallel group, as positions in the layout's group; the same on every rank.
-        group: Tensor-parallel group of this rank.
+        group: Tensor-parallel group of this rank; None for imagined ranks.
         near: Whether messages in a group are cheap, as inside a node; else matrices are computed together only where
             that sends less than if one rank gathered them.
     """
 
     sets: tuple[tuple[int, ...], ...]
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     near: bool = True
 
     @classmethod
@@ -114,6 +114,11 @@ class TensorParallel:
         dist.all_gather_object(ranks_of, dist.get_process_group_ranks(group), group=everyone)
         sets = {tuple(dist.get_group_rank(everyone, rank) for rank in ranks) for ranks in ranks_of}
         return cls(tuple(sorted(sets)), group)
+
+    @classmethod
+    def of_all(cls, ranks: int, group: dist.ProcessGroup | None) -> TensorParallel:
+        """All ranks of a group together, far from one another; the group is None where they are imagined."""
+        return cls((tuple(range(ranks)),), group, near=False)
 
 
 class WorkPlace(NamedTuple):
@@ -143,8 +148,8 @@ class LayoutSource(ABC):
         missing_alike: Whether each of the optimizer's tensors is one parameter, of which all ranks have a tensor, and a
             missing gradient is missing on all of them: the parameter then takes no step, as in one process. Else a
             missing gradient counts as zeros.
-        tensor_parallel: Where tensor parallelism cuts matrices, the ranks that may compute one together, slice by
-            slice; checkpoints must then take states of slices. None: every matrix is computed by one rank.
+        tensor_parallel: Where ranks hold slices of matrices, those that may compute one together, slice by slice;
+            checkpoints must then take states of slices. None: every matrix is computed by one rank.
         spends_gradients: Whether nobody reads the gradients of the optimizer's tensors after the step, so that their
             memory may be overwritten.
     """

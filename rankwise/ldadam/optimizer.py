@@ -100,8 +100,8 @@ class LDAdam(ShardedOptimizer):
 
     def _slices(self, unit: StepUnit) -> dict[str, SlicedMatrix]:
         """The matrices that ranks compute together."""
-        together = self.planner.source.tensor_parallel
-        if together is None:
+        together = self.planner.together
+        if together is None or (self.spec.capturable and not together.near):
             return {}
         slices = find_slices(unit.layout, unit.keys("matrix"), together.sets)
         if not together.near:

@@ -246,7 +246,7 @@ class MKOR(ShardedOptimizer):
 
         Of far ranks all must take part: sets of them would wait for one another.
         """
-        together = self.planner.source.tensor_parallel
+        together = self.planner.together
         signatures = {task.key: task.signature for task in tasks if divisible(task.signature)}
         if together is None or not signatures:
             return {}
