@@ -131,7 +131,7 @@ class SavedStates:
 
     @contextmanager
     def of_whole_matrices(self) -> Iterator[None]:
-        """Let dictionaries have the states of whole matrices, one rank each, where far ranks own slices; a collective."""
+        """Let dictionaries have whole matrices, one rank each, where far ranks own slices; a collective."""
         if self._is_far:
             self._whole = self._with_whole_matrices()
         try:
