@@ -410,7 +410,7 @@ class _ZeroThree(DeepSpeedLayout):
         super().__init__(engine, optimizer)
         ranks = dist.get_world_size(self.group)
         if ranks > 1 and not (self._cut or engine.has_moe_layers):
-            self.tensor_parallel = TensorParallel.of_all(ranks, self.group)
+            self.tensor_parallel = TensorParallel.far((tuple(range(ranks)),), self.group)
 
     def _mean_share(self) -> float:
         # The wrapper's reduce-scatter divides by the number of ranks.

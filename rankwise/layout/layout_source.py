@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ __all__ = [
     "Slice",
     "TensorContents",
     "TensorParallel",
+    "RANKS_OF_A_NODE",
     "WholeParameters",
     "WorkPlace",
     "layout_with",
@@ -92,6 +94,12 @@ class TensorContents:
     slices: tuple[Slice, ...]
 
 
+RANKS_OF_A_NODE = 8
+"""What is assumed of ranks that are imagined."""
+SLOWER_IN_PAIRS = 6.0
+"""Across nodes, as 300 GB/s inside one to 50 between them: of a ring all cards of a node carry a part of each byte."""
+
+
 @dataclass(frozen=True)
 class TensorParallel:
     """The tensor-parallel groups among the ranks of a layout.
@@ -101,11 +109,13 @@ class TensorParallel:
         group: Tensor-parallel group of this rank; None for imagined ranks.
         near: Whether messages in a group are cheap, as inside a node; else matrices are computed together only where
             that sends less than if one rank gathered them.
+        slower_in_pairs: How many times as long a byte takes from any rank to any other as around a ring of all.
     """
 
     sets: tuple[tuple[int, ...], ...]
     group: dist.ProcessGroup | None
     near: bool = True
+    slower_in_pairs: float = 1.0
 
     @classmethod
     def among(cls, everyone: dist.ProcessGroup, group: dist.ProcessGroup) -> TensorParallel:
@@ -116,9 +126,20 @@ class TensorParallel:
         return cls(tuple(sorted(sets)), group)
 
     @classmethod
-    def of_all(cls, ranks: int, group: dist.ProcessGroup | None) -> TensorParallel:
-        """All ranks of a group together, far from one another; the group is None where they are imagined."""
-        return cls((tuple(range(ranks)),), group, near=False)
+    def far(
+        cls, sets: tuple[tuple[int, ...], ...], group: dist.ProcessGroup | None, per_node: int | None = None
+    ) -> TensorParallel:
+        """Ranks that are far from one another.
+
+        Args:
+            sets: See the class.
+            group: See the class.
+            per_node: Ranks of a node; None: as the launchers of torch and DeepSpeed say, else all.
+        """
+        ranks = max(map(len, sets))
+        said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks
+        local = per_node or int(said)
+        return cls(sets, group, near=False, slower_in_pairs=SLOWER_IN_PAIRS if ranks > local else 1.0)
 
 
 class WorkPlace(NamedTuple):

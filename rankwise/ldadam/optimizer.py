@@ -23,7 +23,7 @@ from rankwise.ldadam.working_shards import reply_of
 from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError
 from rankwise.plan.notes import Note
-from rankwise.plan.step_costs import ScratchMemory, StepCosts, tables
+from rankwise.plan.step_costs import Joint, ScratchMemory, StepCosts, tables
 from rankwise.plan.step_unit import Bucket, Collectives, StepUnit
 from rankwise.states.matrix_states import MatrixState
 from rankwise.step.first_order import fallback_step
@@ -121,12 +121,12 @@ class LDAdam(ShardedOptimizer):
     def step_costs(self, unit: StepUnit) -> StepCosts:
         """See the base class: the returned factors, and what owners of slices tell each other."""
 
-        def together(batch: Batch) -> tuple[int, ...]:
+        def together(batch: Batch) -> tuple[Joint, ...]:
             signature: LowRankSignature = batch.signature
             if signature.cut is None:
                 return ()
             sizes = exchanged(signature.cut, signature.short, signature.long, signature.rank)
-            return tuple(batch.sliced * size for size in sizes)
+            return tuple(Joint(batch.sliced * size, gathered) for size, gathered in sizes)
 
         alone = partial(scratch_alone, narrow=self.spec.has_narrow_subspaces)
         return StepCosts(

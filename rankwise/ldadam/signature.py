@@ -72,7 +72,7 @@ class LowRankSignature(NamedTuple):
             products: See :meth:`factors_length`.
         """
         # All ranks' together, over their number less one; a ring sends twice what it sums.
-        together = 2 * sum(exchanged(self.cut_along(axis), self.short, self.long, self.rank))
+        together = 2 * sum(size for size, _ in exchanged(self.cut_along(axis), self.short, self.long, self.rank))
         share = self.rows * self.columns / partners
         return together <= share + min(self.factors_length(products), products * share)
 

@@ -35,7 +35,7 @@ from rankwise.mkor.workspace import SPACE
 from rankwise.options.constructor import options_as_keywords
 from rankwise.plan.kept_states import fetch_kept_states, refuse_stranded, return_kept_states
 from rankwise.plan.notes import Note
-from rankwise.plan.step_costs import ScratchMemory, StepCosts
+from rankwise.plan.step_costs import Joint, ScratchMemory, StepCosts
 from rankwise.plan.step_unit import Bucket, Collectives, StepUnit
 from rankwise.statistics.collector import Collector
 from rankwise.statistics.factor_vectors import LayerVectors
@@ -265,7 +265,9 @@ class MKOR(ShardedOptimizer):
         shape = list(matrix.shape)
         shape[matrix.axis] *= matrix.count
         wire, block = wire_of(self.options.comm_dtype, unit.dtype), 1 << 10
-        widths = (*self._widths(unit), wire.bytes_of(block) / block)
+        together = self.planner.together
+        slower = 1.0 if together is None else together.slower_in_pairs
+        widths = (*self._widths(unit), slower * wire.bytes_of(block) / block)
         return sends_less(self.options.window, (shape[0], shape[1]), matrix.axis, matrix.count, widths)
 
     def _widths(self, unit: StepUnit) -> tuple[int, int]:
@@ -273,13 +275,15 @@ class MKOR(ShardedOptimizer):
         summed = 2 if self.options.comm_dtype else unit.dtype.itemsize
         return summed, getattr(torch, self.options.factor_dtype).itemsize
 
-    def _together(self, unit: StepUnit, batch: Batch) -> tuple[int, ...]:
-        """Elements of the messages between ranks that compute slices together."""
+    def _together(self, unit: StepUnit, batch: Batch) -> tuple[Joint, ...]:
+        """The messages between ranks that compute slices together, in elements."""
         signature: LayerSignature = batch.signature
         if signature.cut is None:
             return ()
         sizes = exchanged(signature.window, signature.whole_shape, signature.cut, signature.slices, self._widths(unit))
-        return tuple(-(-batch.sliced * size // unit.dtype.itemsize) for size in sizes[: 2 + self._factors.rescales])
+        elements = [-(-batch.sliced * size // unit.dtype.itemsize) for size in sizes]
+        joint = Joint(elements[0]), Joint(elements[1], gathered=True), Joint(elements[2])
+        return joint if self._factors.rescales else joint[:2]
 
     def _at_factor_steps(self, unit: StepUnit, batch: Batch) -> tuple[int, ...]:
         """Bytes of the further messages of factor steps: vectors of the side that is cut, and norms for each side."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,7 +104,7 @@ def _train(rank: int, world: int, runs: list[Run]) -> list[Outcome]:
                 engine.save_checkpoint(run.save)
         sent = []
         for step in range(run.first, run.last):
-            sent.append(_sent_in(optimizer, lambda step=step: ds.train_step(engine, rank, world, step)))
+            sent.append(_sent_in(optimizer, partial(ds.train_step, engine, rank, world, step)))
             if step + 1 == HALF and run.load is None and run.save is not None:
                 engine.save_checkpoint(run.save)
         optimizer.plan_ahead(optimizer.planner.source.units())
