@@ -174,9 +174,9 @@ def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstima
             for joint in costs.together(batch):
                 for partner in batch.partners:
                     rank = ranks[partner]
-                    rank.bytes_sent += joint.size * itemsize
-                    rank.joint_bytes += joint.size * itemsize
-                    rank.ring_bytes += joint.passed(len(batch.partners)) * itemsize
+                    rank.bytes_sent += joint.bytes
+                    rank.joint_bytes += joint.bytes
+                    rank.ring_bytes += joint.passed(len(batch.partners))
                     rank.ring_ranks = max(rank.ring_ranks, len(batch.partners))
                     rank.collectives += 1
             for size in costs.periodic_together(batch):

@@ -126,7 +126,8 @@ class LDAdam(ShardedOptimizer):
             if signature.cut is None:
                 return ()
             sizes = exchanged(signature.cut, signature.short, signature.long, signature.rank)
-            return tuple(Joint(batch.sliced * size, gathered) for size, gathered in sizes)
+            width = batch.sliced * unit.dtype.itemsize
+            return tuple(Joint(width * size, "gather" if gathered else "sum") for size, gathered in sizes)
 
         alone = partial(scratch_alone, narrow=self.spec.has_narrow_subspaces)
         return StepCosts(

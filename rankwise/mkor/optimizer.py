@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.comm.message_format import Traffic
+from rankwise.comm.message_format import Traffic, WireFormat
 from rankwise.comm.owner_plan import Batch, MatrixTask
 from rankwise.comm.quantized_messages import wire_of
 from rankwise.kernels.surroundings import stand_ins, undisturbed, undisturbed_anywhere
@@ -29,7 +29,7 @@ from rankwise.mkor.preconditioned_matrices import (
     uncaptured_tasks,
 )
 from rankwise.mkor.preconditioning import scratch_of
-from rankwise.mkor.sliced_windows import exchanged, sends_less
+from rankwise.mkor.sliced_windows import coded_wire, exchanged, sends_less
 from rankwise.mkor.spec import MKORSpec
 from rankwise.mkor.workspace import SPACE
 from rankwise.options.constructor import options_as_keywords
@@ -268,7 +268,8 @@ class MKOR(ShardedOptimizer):
         together = self.planner.together
         slower = 1.0 if together is None else together.slower_in_pairs
         widths = (*self._widths(unit), slower * wire.bytes_of(block) / block)
-        return sends_less(self.options.window, (shape[0], shape[1]), matrix.axis, matrix.count, widths)
+        whole = shape[0], shape[1]
+        return sends_less(self.options.window, whole, matrix.axis, matrix.count, widths, coded_wire(wire))
 
     def _widths(self, unit: StepUnit) -> tuple[int, int]:
         """Bytes of an element in the sums of products of slices, and in the gathers of vectors."""
@@ -276,14 +277,16 @@ class MKOR(ShardedOptimizer):
         return summed, getattr(torch, self.options.factor_dtype).itemsize
 
     def _together(self, unit: StepUnit, batch: Batch) -> tuple[Joint, ...]:
-        """The messages between ranks that compute slices together, in elements."""
+        """The messages between ranks that compute slices together."""
         signature: LayerSignature = batch.signature
         if signature.cut is None:
             return ()
-        sizes = exchanged(signature.window, signature.whole_shape, signature.cut, signature.slices, self._widths(unit))
-        elements = [-(-batch.sliced * size // unit.dtype.itemsize) for size in sizes]
-        joint = Joint(elements[0]), Joint(elements[1], gathered=True), Joint(elements[2])
-        return joint if self._factors.rescales else joint[:2]
+        matrix, wire = (signature.window, signature.whole_shape, signature.cut, signature.slices), self._codes(unit)
+        joint = exchanged(*matrix, self._widths(unit), wire, batch.sliced)
+        return joint if self._factors.rescales else joint[:-1]
+
+    def _codes(self, unit: StepUnit) -> WireFormat | None:
+        return coded_wire(wire_of(self.options.comm_dtype, unit.dtype))
 
     def _at_factor_steps(self, unit: StepUnit, batch: Batch) -> tuple[int, ...]:
         """Bytes of the further messages of factor steps: vectors of the side that is cut, and norms for each side."""
@@ -292,8 +295,10 @@ class MKOR(ShardedOptimizer):
             return ()
         matrices, window = batch.sliced, signature.window
         shape, (_, of_vector) = signature.whole_shape, self._widths(unit)
-        own, sides = shape[signature.cut], [side for side in shape if side <= self.options.max_factor_dim]
-        vectors = [matrices * window * (own // signature.slices) * of_vector] * (own in sides)
+        sides = [side for side in shape if side <= self.options.max_factor_dim]
+        # Of the side that is not cut every step gathers the vectors; exact ones are gathered where those are coded.
+        exact = [shape[signature.cut], *([] if self._codes(unit) is None else [shape[1 - signature.cut]])]
+        vectors = [matrices * window * side // signature.slices * of_vector for side in exact if side in sides]
         if self.options.stabilizer is None:
             return tuple(vectors)
         of_norm = max(4, of_vector, unit.dtype.itemsize)

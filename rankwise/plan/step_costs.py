@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from rankwise.comm.owner_plan import Batch, MatrixTask, Reply, own_pieces
 
@@ -15,16 +15,17 @@ class Joint(NamedTuple):
     """A message among the ranks that compute a batch of slices together.
 
     Attributes:
-        size: What each rank hands over.
-        gathered: Whether every rank gets that of all; else their sum.
+        bytes: What each rank hands over.
+        kind: Whether every rank gets the sum of all, its part of the sum, or what all have handed over.
     """
 
-    size: int
-    gathered: bool = False
+    bytes: int
+    kind: Literal["sum", "scatter", "gather"] = "sum"
 
     def passed(self, ranks: int) -> float:
-        """What passes each link of a ring of so many ranks."""
-        return self.size * (ranks - 1 if self.gathered else 2 * (ranks - 1) / ranks)
+        """Bytes that pass each link of a ring of so many ranks."""
+        times = {"sum": 2 / ranks, "scatter": 1 / ranks, "gather": 1.0}[self.kind]
+        return self.bytes * times * (ranks - 1)
 
 
 def _no_joint(batch: Batch) -> tuple[Joint, ...]:
@@ -80,7 +81,7 @@ class StepCosts:
         sums: Quantities in each all-reduce of per-parameter sums.
         halo_fields: Values fetched for each neighbour across a shard border.
         reply: What an owner returns to the holders of its matrices.
-        together: Messages among the ranks that compute a batch of slices, in elements, in a step after the first.
+        together: Messages among the ranks that compute a batch of slices, in a step after the first.
         scalars: Bytes of every further all-reduce of a step.
         periodic: Bytes of the all-reduces of every ``period``-th step.
         period: Steps between the all-reduces of ``periodic``, and between changes of the matrix states.

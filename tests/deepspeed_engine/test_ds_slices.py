@@ -24,6 +24,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "LDAdam": {"lr": 5e-3, "rank": 3},
     "MKOR": {"lr": 5e-3, "update_interval": 2, "factor_dtype": "float32", "factor_decay": 0.25},
 }
+PARAMS["MKOR in codes"] = {**PARAMS["MKOR"], "comm_dtype": "int8"}
 
 
 class Net(nn.Module):
@@ -54,7 +55,6 @@ class Run(NamedTuple):
     save: str | None = None  # after HALF steps, or as soon as it is loaded
     alone: bool = False  # each matrix has an owner, as in older versions
     universal: bool = False
-    params: dict[str, Any] = {}  # noqa: RUF012
 
 
 class Outcome(NamedTuple):
@@ -67,7 +67,7 @@ class Outcome(NamedTuple):
 
 def _engine(run: Run, world: int) -> Any:
     config = {"zero_optimization": {"stage": run.stage}, "checkpoint": {"load_universal": run.universal}}
-    job = ds.Job(run.name, {**PARAMS[run.name], **run.params}, config)
+    job = ds.Job(run.name.partition(" ")[0], PARAMS[run.name], config)
     model = Net(0 if run.load is None else 1)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=job.ds_config(world))
     if run.alone:
@@ -110,7 +110,7 @@ def _train(rank: int, world: int, runs: list[Run]) -> list[Outcome]:
         optimizer.plan_ahead(optimizer.planner.source.units())
         ranks = estimate(optimizer)
         mine = ranks[rank]
-        alike = run.stage != 3 or run.alone or run.name == "MKOR" or estimate(optimizer, world, 3) == ranks
+        alike = run.stage != 3 or run.alone or "MKOR" in run.name or estimate(optimizer, world, 3) == ranks
         slices = [key for key in optimizer.matrix_states if ":" in key]
         planned = mine.bytes_sent, mine.periodic_bytes, alike
         outcomes.append(Outcome(ds.model_weights(engine), ds.digest(optimizer), slices, sent, planned))
@@ -140,19 +140,19 @@ def test_ranks_with_whole_rows_compute_together(tmp_path: Path, world: int) -> N
     for rank, again in zip(straight, resumed, strict=True):
         for name, found, continued, expected in zip(PARAMS, rank, again, alone, strict=True):
             assert [key.partition(".")[0] for key in found.slices] == ["down", "up"], name
-            assert _error(found, expected) <= near[name] < 5e-3, name
+            assert _error(found, expected) <= near[name] < (0.2 if "codes" in name else 5e-3), name
             assert found.digest == continued.digest, name
             assert all(np.array_equal(found.weights[key], continued.weights[key]) for key in found.weights), name
             sent, periodic, alike = found.planned
             assert alike, name
             # LDAdam's first step is another one.
             for step in range(1, STEPS):
-                assert found.sent[step] == sent + periodic * (name == "MKOR" and step % 2 == 0), (name, step)
+                assert found.sent[step] == sent + periodic * ("MKOR" in name and step % 2 == 0), (name, step)
     for folder in folders.values():
         assert _saved_matrices(folder, world) == ["down.weight", "odd.weight", "up.weight"]
 
 
-@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("name", ["LDAdam", "MKOR"])
 def test_checkpoints_move_between_owners_and_slices(tmp_path: Path, name: str) -> None:
     """From files of older versions, to other stages and numbers of ranks and back, and through a universal one."""
     old, new, there, universal = (str(tmp_path / folder) for folder in ("old", "new", "there", "universal"))

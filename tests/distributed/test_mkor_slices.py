@@ -91,6 +91,20 @@ def test_slices_follow_one_process() -> None:
                 assert f"{side}_vectors" not in state
 
 
+def _in_codes(rank: int, world: int) -> list[Outcome]:
+    return [_train(rank, world, axis, {"comm_dtype": "int8"}) for axis in (0, 1)]
+
+
+def test_coded_messages_round() -> None:
+    """Sums and vectors travel in codes, as planned; factors move by exact vectors."""
+    for rank in run_ranks(2, _in_codes):
+        for outcome in rank:
+            assert 1e-7 < outcome.error < 2e-3, outcome.error
+            for step in range(2, STEPS):
+                assert sum(size for _, size in outcome.sent[step]) >= outcome.estimated
+            assert sum(size for _, size in outcome.sent[3]) == outcome.estimated
+
+
 @pytest.mark.exhaustive
 def test_two_by_two_ranks() -> None:
     """Each half of the rows lies on two ranks, one of which owns it."""
@@ -102,14 +116,14 @@ def test_two_by_two_ranks() -> None:
 def test_no_message_has_the_size_of_a_matrix() -> None:
     """A step sends a sum of K x n, some vectors and two norms; a factor step the other vectors and J's norms, too."""
     window = 368
-    expected = exchanged(window, (ROWS, COLUMNS), 0, 2, (8, 8))
+    vectors, summed, norms = (message.bytes for message in exchanged(window, (ROWS, COLUMNS), 0, 2, (8, 8)))
     steps = [outcome.sent for outcome in run_ranks(2, _train, 0, {})]
     for sent in steps:
         for step in range(2, STEPS):
-            kinds = [(operation, size) for operation, size in sent[step] if size in expected]
+            kinds = [(operation, size) for operation, size in sent[step] if size in (vectors, summed, norms)]
             gathers, sums = ([size for kind, size in kinds if name in kind] for name in ("allgather", "allreduce"))
             own = window * ROWS // 2 * 8
-            assert gathers.count(expected[1]) == 1 and sums.count(expected[0]) == 1 and expected[2] in sums
+            assert gathers.count(vectors) == 1 and sums.count(summed) == 1 and norms in sums
             assert (("allgather_", own) in sent[step]) == (step % 2 == 0), "of the rows' vectors, at factor steps alone"
 
 
