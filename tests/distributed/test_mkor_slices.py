@@ -15,8 +15,10 @@ from ranks import run_ranks
 from simulated import CASES, Framework, reference, run_of, world_group
 from torch import Tensor
 
+from rankwise.comm.quantized_messages import wire_of
 from rankwise.comm.slice_holders import Holders
 from rankwise.estimate import estimate
+from rankwise.layout.layout_source import SLOWER_IN_PAIRS, TensorParallel
 from rankwise.mkor.sliced_windows import SlicedWindows, exchanged, sends_less
 from rankwise.mkor.vector_windows import Window, window_norm
 
@@ -193,3 +195,16 @@ def test_slices_where_they_send_less() -> None:
     assert sends_less(128, (4096, 14336), 0, 8, widths)
     assert sends_less(128, (14336, 4096), 0, 64, widths)
     assert not sends_less(128, (4096, 4096), 0, 64, widths)
+    wire, in_codes = wire_of("int8", torch.float32), 65 / 64
+    assert not sends_less(128, (4096, 4096), 0, 64, (2, 2, in_codes), wire)
+    assert sends_less(128, (4096, 4096), 0, 64, (2, 2, SLOWER_IN_PAIRS * in_codes), wire)
+    assert not sends_less(128, (1024, 4096), 0, 64, (2, 2, SLOWER_IN_PAIRS * in_codes), wire)
+
+
+@pytest.mark.parametrize(("said", "slower"), [(None, 1.0), ("16", 1.0), ("8", SLOWER_IN_PAIRS)])
+def test_pairs_are_slower_across_nodes(monkeypatch: pytest.MonkeyPatch, said: str | None, slower: float) -> None:
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    if said is not None:
+        monkeypatch.setenv("LOCAL_SIZE", said)
+    assert TensorParallel.far((tuple(range(16)),), None).slower_in_pairs == slower
