@@ -269,7 +269,7 @@ class MKOR(ShardedOptimizer):
         slower = 1.0 if together is None else together.slower_in_pairs
         widths = (*self._widths(unit), slower * wire.bytes_of(block) / block)
         whole = shape[0], shape[1]
-        return sends_less(self.options.window, whole, matrix.axis, matrix.count, widths, coded_wire(wire))
+        return sends_less(self.options.window, whole, matrix.axis, matrix.count, widths, self._codes(unit))
 
     def _widths(self, unit: StepUnit) -> tuple[int, int]:
         """Bytes of an element in the sums of products of slices, and in the gathers of vectors."""
@@ -286,7 +286,7 @@ class MKOR(ShardedOptimizer):
         return joint if self._factors.rescales else joint[:-1]
 
     def _codes(self, unit: StepUnit) -> WireFormat | None:
-        return coded_wire(wire_of(self.options.comm_dtype, unit.dtype))
+        return coded_wire(self.options.comm_dtype, unit.dtype)
 
     def _at_factor_steps(self, unit: StepUnit, batch: Batch) -> tuple[int, ...]:
         """Bytes of the further messages of factor steps: vectors of the side that is cut, and norms for each side."""

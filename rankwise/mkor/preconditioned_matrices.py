@@ -123,8 +123,8 @@ class MKORRule(MatrixRule):
         signature: LayerSignature = batch.signature
         assert signature.cut is not None
         states = [self._state_of(task) for task in tasks]
-        coded = coded_wire(self.unit.exchange.wire) if self.unit.exchange is not None else None
-        slices = SlicedWindows(signature.cut, states, self._holders(), self._factors.narrow_sums, coded)
+        coded = coded_wire(self._factors.comm_dtype, self.unit.dtype)
+        slices = SlicedWindows(signature.cut, states, self._holders(), self._factors.comm_dtype is not None, coded)
         others = [] if coded is not None else slices.gathered(slices.other, range(len(tasks)))
         for decay, places in self._due_by_decay(tasks).items():
             own = slices.gathered(slices.own, places)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rankwise.comm.message_format import WireFormat
+from rankwise.comm.quantized_messages import wire_of
 from rankwise.comm.slice_holders import Holders
 from rankwise.mkor.rule import FactorNorm, rescale_to_norm
 from rankwise.mkor.vector_windows import Window, factor_of, multiply_, window_norms
@@ -59,8 +60,9 @@ def exchanged(
     return Joint(holders * part * of_sum, "scatter"), Joint(codes, "gather"), norms
 
 
-def coded_wire(wire: WireFormat) -> WireFormat | None:
-    """The format of a step's matrices, if it has codes."""
+def coded_wire(name: str | None, dtype: torch.dtype) -> WireFormat | None:
+    """The format of messages of this name, if it has codes."""
+    wire = wire_of(name, dtype)
     return wire if wire.block > 1 else None
 
 

@@ -165,11 +165,11 @@ def hand_out(owner: str, unit: StepUnit, loaded: dict[str, MatrixState]) -> None
             continue
         tasks = tasks_of[key]
         shape = unit.state_part(tasks[0], name).whole_shape(stored.stored_shape)
-        whole = torch.empty(shape, dtype=stored.dtype or unit.dtype, device=unit.device)
+        whole = torch.zeros(shape, dtype=stored.dtype or unit.dtype, device=unit.device)
         if sender == rank:
             whole.copy_(loaded[key].pop(name))
-        bits = whole.view(-1).view(torch.uint8)  # not all that moves tensors knows all types
-        dist.broadcast(bits, group=unit.layout.group, group_src=sender)
+        # Summed as bytes, the zeros of all other ranks leave the sender's bits as they are.
+        dist.all_reduce(whole.view(-1).view(torch.uint8), group=unit.layout.group)
         for task in tasks:
             if plan.owners[task.key] == rank:
                 # What the owner has itself counts.
