@@ -105,7 +105,8 @@ class LDAdam(ShardedOptimizer):
             return {}
         slices = find_slices(unit.layout, unit.keys("matrix"), together.sets)
         if not together.near:
-            slices = {key: matrix for key, matrix in slices.items() if self._sends_less(unit, matrix)}
+            slower = together.slower_in_pairs
+            slices = {key: matrix for key, matrix in slices.items() if self._sends_less(unit, matrix, slower)}
         if slices and self.spec.capturable:
             raise OptionError(
                 f"{self.spec.name}: capturable=True is invalid under tensor parallelism: it must be false where ranks "
@@ -113,10 +114,10 @@ class LDAdam(ShardedOptimizer):
             )
         return slices
 
-    def _sends_less(self, unit: StepUnit, matrix: SlicedMatrix) -> bool:
+    def _sends_less(self, unit: StepUnit, matrix: SlicedMatrix, slower: float) -> bool:
         group = unit.parameters[matrix.key].group
         partners, products = len(set(matrix.owners[0])), 2 if group["error_feedback"] else 1
-        return self._signature(unit, matrix.key).sends_less_in_slices(matrix.axis, partners, products)
+        return self._signature(unit, matrix.key).sends_less_in_slices(matrix.axis, partners, products, slower)
 
     def step_costs(self, unit: StepUnit) -> StepCosts:
         """See the base class: the returned factors, and what owners of slices tell each other."""
