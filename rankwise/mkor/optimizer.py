@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise.comm.message_format import Traffic, WireFormat
+from rankwise.comm.message_format import Traffic
 from rankwise.comm.owner_plan import Batch, MatrixTask
 from rankwise.comm.quantized_messages import wire_of
 from rankwise.kernels.surroundings import stand_ins, undisturbed, undisturbed_anywhere
@@ -268,8 +268,8 @@ class MKOR(ShardedOptimizer):
         together = self.planner.together
         slower = 1.0 if together is None else together.slower_in_pairs
         widths = (*self._widths(unit), slower * wire.bytes_of(block) / block)
-        whole = shape[0], shape[1]
-        return sends_less(self.options.window, whole, matrix.axis, matrix.count, widths, self._codes(unit))
+        cut = (shape[0], shape[1]), matrix.axis, matrix.count
+        return sends_less(self.options.window, *cut, widths, coded_wire(self.options.comm_dtype, unit.dtype))
 
     def _widths(self, unit: StepUnit) -> tuple[int, int]:
         """Bytes of an element in the sums of products of slices, and in the gathers of vectors."""
@@ -281,12 +281,10 @@ class MKOR(ShardedOptimizer):
         signature: LayerSignature = batch.signature
         if signature.cut is None:
             return ()
-        matrix, wire = (signature.window, signature.whole_shape, signature.cut, signature.slices), self._codes(unit)
+        matrix = signature.window, signature.whole_shape, signature.cut, signature.slices
+        wire = coded_wire(self.options.comm_dtype, unit.dtype)
         joint = exchanged(*matrix, self._widths(unit), wire, batch.sliced)
         return joint if self._factors.rescales else joint[:-1]
-
-    def _codes(self, unit: StepUnit) -> WireFormat | None:
-        return coded_wire(self.options.comm_dtype, unit.dtype)
 
     def _at_factor_steps(self, unit: StepUnit, batch: Batch) -> tuple[int, ...]:
         """Bytes of the further messages of factor steps: vectors of the side that is cut, and norms for each side."""
@@ -297,7 +295,8 @@ class MKOR(ShardedOptimizer):
         shape, (_, of_vector) = signature.whole_shape, self._widths(unit)
         sides = [side for side in shape if side <= self.options.max_factor_dim]
         # Of the side that is not cut every step gathers the vectors; exact ones are gathered where those are coded.
-        exact = [shape[signature.cut], *([] if self._codes(unit) is None else [shape[1 - signature.cut]])]
+        coded = coded_wire(self.options.comm_dtype, unit.dtype) is not None
+        exact = [shape[signature.cut], *[shape[1 - signature.cut]] * coded]
         vectors = [matrices * window * side // signature.slices * of_vector for side in exact if side in sides]
         if self.options.stabilizer is None:
             return tuple(vectors)
