@@ -113,7 +113,7 @@ def _stacks(matrices: Sequence[Tensor], steps: Sequence[int]) -> Iterator[tuple[
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
     """Return which storage holds a tensor, and where it begins there."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 
 def sign_table(longest: int, device: torch.device, dtype: torch.dtype) -> Tensor:
