@@ -96,7 +96,7 @@ class TensorContents:
 
 RANKS_OF_A_NODE = 8
 """What is assumed of ranks that are imagined."""
-SLOWER_IN_PAIRS = 6.0
+SLOWER_IN_PAIRS = 4.0
 """Across nodes, as 300 GB/s inside one to 50 between them: of a ring all cards of a node carry a part of each byte."""
 
 
