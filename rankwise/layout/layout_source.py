@@ -97,7 +97,7 @@ class TensorContents:
 RANKS_OF_A_NODE = 8
 """What is assumed of ranks that are imagined."""
 SLOWER_IN_PAIRS = 4.0
-"""Across nodes, as 300 GB/s inside one to 50 between them: of a ring all cards of a node carry a part of each byte."""
+"""Across nodes, where data sheets say 300 GB/s to 50: of a ring all cards of a node carry a part of each byte."""
 
 
 @dataclass(frozen=True)
