@@ -76,7 +76,7 @@ class LowRankSignature(NamedTuple):
         messages = exchanged(self.cut_along(axis), self.short, self.long, self.rank)
         together = sum(size * (partners if gathered else 2) for size, gathered in messages)
         share = self.rows * self.columns / partners
-        if self[axis] < partners * self.rank:
+        if (self.rows, self.columns)[axis] < partners * self.rank:
             return False  # what owners keep whole, a basis or moments, would be more than their part of the matrix
         return together <= slower * (share + min(self.factors_length(products), products * share))
 
