@@ -223,7 +223,7 @@ def _scratch_memory(unit: StepUnit, costs: StepCosts) -> list[int]:
     most = [0.0] * layout.world_size
     if unit.exchange is not None:
         plan, wire = unit.exchange.plan, unit.exchange.wire.scratch
-        alone: list[list[MatrixTask]] = [[] for _ in layout.ranks]
+        alone: list[list[MatrixTask]] = [[] for _ in range(layout.world_size)]
         batches = []
         for batch in batch_buffers(unit.exchange.layout, plan, costs.reply):
             for rank, buffers in batch.items():

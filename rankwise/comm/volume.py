@@ -126,7 +126,7 @@ def sums_volume(layout: Layout, keys: Collection[str], quantities: Sequence[int]
     """Messages and bytes of each rank in all-reduces of this many per-parameter sums each, in float64."""
     straddlers = sum(key in keys for key in layout.straddlers)
     sizes = [8 * count * straddlers for count in quantities if straddlers]
-    return [Traffic(len(sizes), sum(sizes)) for _ in layout.ranks]
+    return [Traffic(len(sizes), sum(sizes)) for _ in range(layout.world_size)]
 
 
 def halo_volume(
