@@ -17,6 +17,7 @@ from rankwise.plan.planner import Planner
 from rankwise.saving.states_by_parameter import (
     COUNT,
     RECORD,
+    REPLICA,
     WITH_STATES,
     extras_of,
     matrices_of,
@@ -122,8 +123,8 @@ class CheckpointFit:
         Raises:
             ValueError: Another optimizer has written it, or for other parameters, or another rank.
         """
-        _refuse_parts_of_others(self._spec.identity, state_dict, self._planner.source)
         state_dict = {**extras_of(state_dict["param_groups"]), **state_dict}
+        _refuse_parts_of_others(self._spec.identity, state_dict, self._planner.source)
         self._refuse_foreign(state_dict)
         if same_groups(state_dict, groups):
             names = [[self._planner.name_of(tensor) for tensor in group["params"]] for group in groups]
@@ -304,6 +305,13 @@ def _refuse_parts_of_others(owner: str, state_dict: Mapping[str, Any], source: L
                 "with torch.distributed.checkpoint, from get_optimizer_state_dict, which suits any ranks"
             )
 
-    if written is not None:
+    if REPLICA in state_dict and list(written) != present:
+        raise ValueError(
+            f"{owner}: the states of another replica are invalid here, because its rank {written[0]} of {written[1]} "
+            f"sent them, but this is rank {present[0]} of {present[1]}: replicas must be cut over as many ranks; start "
+            "this one on as many"
+        )
+    # Of a replica's ranks some may have got nothing, and would not come.
+    if written is not None and REPLICA not in state_dict:
         source.connect()
         gather_together(refuse, source.group)
