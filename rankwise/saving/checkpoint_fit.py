@@ -21,6 +21,7 @@ from rankwise.saving.states_by_parameter import (
     WITH_STATES,
     extras_of,
     matrices_of,
+    owners_in,
     steps_taken,
     without_matrices,
 )
@@ -125,6 +126,7 @@ class CheckpointFit:
         """
         state_dict = {**extras_of(state_dict["param_groups"]), **state_dict}
         _refuse_parts_of_others(self._spec.identity, state_dict, self._planner.source)
+        self._refuse_other_owners(state_dict)
         self._refuse_foreign(state_dict)
         if same_groups(state_dict, groups):
             names = [[self._planner.name_of(tensor) for tensor in group["params"]] for group in groups]
@@ -133,6 +135,16 @@ class CheckpointFit:
             self._refuse_other_shapes(state_dict, groups)
             state_dict["param_groups"] = self._values.completed(groups, state_dict["param_groups"])
         return state_dict
+
+    def _refuse_other_owners(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse another plan before the first step, when only some ranks of a replica get another one's states."""
+        planner, fresh = self._planner, REPLICA in state_dict and not state_dict.get(COUNT)
+        if fresh and planner.units and owners_in(state_dict[REPLICA]) != planner.owner_of:
+            raise ValueError(
+                f"{self._spec.identity}: the states of another replica are invalid here, because it has given its "
+                "matrices to other ranks: replicas must begin alike; start all of them with this model, these options "
+                "and this version of rankwise"
+            )
 
     def _with_matrices(self, state_dict: dict[str, Any], names: Names) -> dict[str, Any]:
         """Move the states of matrices, which may be among those of parameters, to an entry of their own."""

@@ -23,6 +23,7 @@ from rankwise.saving.states_by_parameter import (
     REPLICA,
     asked_by_torch,
     asked_by_torchft,
+    owners_in,
     record_texts,
     steps_taken,
     under_parameters,
@@ -327,8 +328,7 @@ class SavedStates:
         copies = {key: {name: value.clone() for name, value in state.items()} for key, state in saved.items()}
         replica = state_dict.get(REPLICA)
         if replica is not None:
-            places = ((tuple(place) if isinstance(place, list) else place, rank) for place, rank in replica["owners"])
-            self._planner.take_owners(dict(places))
+            self._planner.take_owners(owners_in(replica))
         # Only owners, which are not known yet, can make slices of whole matrices from the parts.
         waits = self._planner.source.missing_alike if replica is None else replica["waiting"]
         self._waiting = copies if waits else {}

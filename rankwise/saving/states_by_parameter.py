@@ -27,6 +27,7 @@ __all__ = [
     "asked_by_torchft",
     "extras_of",
     "matrices_of",
+    "owners_in",
     "record_texts",
     "steps_taken",
     "under_parameters",
@@ -123,6 +124,11 @@ def record_texts(
 def steps_taken(states: Mapping[Any, Mapping[str, Any]]) -> int:
     """Number of steps of the parameter that has taken most."""
     return max((int(state["step"]) for state in states.values() if "step" in state), default=0)
+
+
+def owners_in(replica: Mapping[str, Any]) -> dict[Any, int]:
+    """Read the owners of matrices, and keepers by (matrix, state), that stand under :data:`REPLICA` in plain data."""
+    return {tuple(place) if isinstance(place, list) else place: rank for place, rank in replica["owners"]}
 
 
 def extras_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Replicas of two ranks each under torchft's real lighthouse and managers, through torchtitan's container of optimizers.
+"""Replicas of two ranks each under torchft's lighthouse and managers, through torchtitan's container of optimizers.
 
 One replica is killed, begins anew with other weights, and heals; what every step used is written down, so that ranks
 without torchft can repeat the run.
@@ -6,6 +6,7 @@ without torchft can repeat the run.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
@@ -14,6 +15,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,14 +24,18 @@ import cpu_titan
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from titan_runs import llama
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torchft.coordination import LighthouseServer
 from torchtitan.components.checkpoint import ModelWrapper
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.experiments.torchft.checkpoint import TorchFTCheckpointManager
+from torchtitan.experiments.torchft.config.job_config import FaultTolerance
 from torchtitan.experiments.torchft.manager import TorchFTManager
 from torchtitan.experiments.torchft.optimizer import TorchFTOptimizersContainer
+from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
 
 import rankwise.torchtitan  # noqa: F401
 
@@ -37,6 +43,8 @@ WORLD, TOGETHER, TIMEOUT = 2, 3, 60.0
 """Ranks of a replica; steps that both replicas take before one is killed, and after it has healed; seconds."""
 SEEDS = {"survivor": 1, "victim": 1, "joining": 2}
 """Of the weights that a replica begins with."""
+STEPS = 40
+"""Of torchtitan's trainer."""
 WIDTHS = (12, 20, 9)
 Options = Mapping[str, tuple[str, dict[str, Any]]]
 """Name and options of an optimizer, by the part of the model that it steps."""
@@ -82,7 +90,7 @@ def backward(model: nn.Module, step: int, replica: int) -> None:
     model(torch.randn(6, WIDTHS[0], generator=generator)).backward()
 
 
-def config(options: Options, kind: type[OptimizersContainer] = OptimizersContainer) -> Any:
+def groups_of(options: Options, kind: type[OptimizersContainer] = OptimizersContainer) -> Any:
     """A container's configuration."""
     groups = [
         ParamGroupConfig(pattern=rf"^{case}\.", optimizer_name=name, optimizer_kwargs={"lr": 0.01, **keywords})
@@ -96,10 +104,25 @@ def rates(optimizers: OptimizersContainer) -> LRSchedulersContainer:
     return LRSchedulersContainer(optimizers, lambda step: (step + 1) / 50)
 
 
+def resumed(model: nn.Module, optimizers: OptimizersContainer) -> None:
+    """Begin as after a checkpoint of one step: its matrix states are cut evenly, and no owner has its own yet."""
+    backward(model, 0, 0)
+    OptimizersContainer.step(optimizers)
+    optimizers.load_state_dict(copy.deepcopy(OptimizersContainer.state_dict(optimizers)))
+    OptimizersContainer.zero_grad(optimizers)
+
+
 def outcome(model: nn.Module, optimizers: OptimizersContainer) -> dict[str, Any]:
-    """This rank's weights and all that a checkpoint has of the optimizers."""
+    """The weights and all that a checkpoint has of the optimizers; of torch's AdamW this rank's parts."""
+
+    def value_of(name: str, value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        # What AdamW has loaded lies on the mesh of the other replica, whose groups are not here.
+        return (value.to_local() if name.startswith("state.adamw") else value.full_tensor()).clone()
+
     named = {**model.state_dict(), **OptimizersContainer.state_dict(optimizers)}
-    return {name: value.to_local().clone() if isinstance(value, DTensor) else value for name, value in named.items()}
+    return {name: value_of(name, value) for name, value in named.items()}
 
 
 # --- a replica --------------------------------------------------------------------------------------------------------
@@ -120,16 +143,20 @@ class Replica:
         self.ft = TorchFTManager(settings)
         self.manager = self.ft.manager
         self.model = sharded(options, seed)
-        self.ft.maybe_set_all_reduce_hook([self.model])
-        chosen = config(options, TorchFTOptimizersContainer)
+        chosen = groups_of(options, TorchFTOptimizersContainer)
         self.optimizers = chosen.build(model_parts=[self.model], ft_manager=self.ft)
         self.schedule = rates(self.optimizers)
-        # As TorchFTCheckpointManager does.
+        resumed(self.model, self.optimizers)
+        self.ft.maybe_set_all_reduce_hook([self.model])
+        # As TorchFTCheckpointManager does; but it asks the model again, which reshards it amid the forward pass.
         self.optimizers.init_cache_state_dict()
-        states = {"model": ModelWrapper(self.model), "optimizer": self.optimizers, "lr_scheduler": self.schedule}
+        weights = ModelWrapper(self.model)
+        states = {"model": weights, "optimizer": self.optimizers, "lr_scheduler": self.schedule}
+        asked = {"model": lambda: weights.cached_state_dict}
+        asked |= {key: value.state_dict for key, value in states.items() if value is not weights}
         self.manager.set_state_dict_fns(
             lambda saved: [states[key].load_state_dict(value) for key, value in saved.items()],
-            lambda: {key: value.state_dict() for key, value in states.items()},
+            lambda: {key: ask() for key, ask in asked.items()},
         )
 
     def step(self, dies: bool = False) -> bool:
@@ -144,6 +171,7 @@ class Replica:
         used = {"step": self.manager.current_step() - 1, "of": self.manager.num_participants()}
         used |= {"gave": self.manager.is_participating(), "rate": self.schedule.schedulers[0].get_last_lr()[0]}
         self.schedule.step()
+        used["next"] = self.schedule.schedulers[0].get_last_lr()[0]
         counted = self.manager.current_step() > number
         if counted:
             self.records.append(used)
@@ -158,14 +186,16 @@ class Replica:
 def replica(rank: int, name: str, options: Options, folder: str) -> None:
     """Train until both replicas have taken enough steps together, once more after the loss of one; or die then."""
     made = Replica(int(name != "survivor"), options, SEEDS[name])
-    alone, begun = name == "joining", time.monotonic()
+    met = lost = name == "joining"
+    begun = time.monotonic()
     with Path(folder, f"{name}-{rank}.jsonl").open("w") as file:
-        while not (alone and made.together() == TOGETHER):
+        while not (lost and made.together() == TOGETHER):
             assert time.monotonic() - begun < TIMEOUT, made.records
-            if made.step(dies=name == "victim" and made.together() == TOGETHER):
+            met = met or made.together() == TOGETHER
+            if made.step(dies=name == "victim" and met):
                 print(json.dumps(made.records[-1]), file=file, flush=True)
-                if made.records[-1]["of"] == 1 and len(made.records) > TOGETHER:
-                    alone = True
+                if made.records[-1]["of"] == 1:
+                    lost = met
                     time.sleep(0.05)
     found = {"states": outcome(made.model, made.optimizers), "skipped": made.skipped}
     Path(folder, f"{name}-{rank}.pickle").write_bytes(pickle.dumps(found))
@@ -173,11 +203,53 @@ def replica(rank: int, name: str, options: Options, folder: str) -> None:
     made.manager.shutdown(wait=False)
 
 
+def trainer(rank: int, name: str, kind: str, folder: str) -> None:
+    """Train a Llama by torchtitan's own trainer and checkpoints."""
+    given = llama()
+    config = FaultTolerantTrainer.Config(**{field.name: getattr(given, field.name) for field in fields(given)})
+    config.optimizer = groups_of({"": (kind, {})}, TorchFTOptimizersContainer)
+    config.optimizer.param_groups[0].pattern = ".*"
+    config.dataloader, config.tokenizer = cpu_titan.Rows.Config(), cpu_titan.NoTokenizer.Config()
+    config.dump_folder, config.validator.enable = folder, False
+    config.training.steps, config.training.seq_len, config.training.local_batch_size = STEPS, 32, 2
+    config.training.mixed_precision_param, config.training.disable_cuda_graphs = "float32", True
+    config.parallelism.spmd_backend, config.debug.seed = "partial_dtensor", SEEDS[name]
+    config.checkpoint = TorchFTCheckpointManager.Config(enable=True, interval=STEPS)
+    number = int(name != "survivor")
+    config.fault_tolerance = FaultTolerance(enable=True, replica_id=number, group_size=2, process_group="gloo")
+    made = config.build()
+    manager, zero_grad, step, taken = made.ft_manager.manager, made.optimizers.zero_grad, made.optimizers.step, [0]
+
+    def wait(*args: Any, **kwargs: Any) -> None:
+        zero_grad(*args, **kwargs)
+        manager.wait_quorum()  # torchtitan reshards the model's layers on the quorum's thread
+        if name == "victim" and taken[0] == TOGETHER:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def count(*args: Any, **kwargs: Any) -> None:
+        step(*args, **kwargs)
+        taken[0] += manager.num_participants() == 2
+        time.sleep(0.2 if manager.num_participants() == 1 else 0.0)
+
+    made.optimizers.zero_grad, made.optimizers.step = wait, count
+    made.train()
+    assert made.step == STEPS and taken[0] >= TOGETHER
+    Path(folder, f"{name}-{rank}.pickle").write_bytes(pickle.dumps(outcome(made.model_parts[0], made.optimizers)))
+    dist.barrier()
+
+
+def run_trainer(kind: str, folder: Path) -> None:
+    """Two replicas of torchtitan's trainer; the second one is killed and started again with other weights."""
+    run(kind, folder, trainer)
+
+
 def _process(rank: int, port: int, environment: Mapping[str, str], function: Callable[..., None], *args: Any) -> None:
     torch.set_num_threads(1)
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+    # torchtitan's trainer gives replicas' groups other names by such ranks.
+    first = WORLD * int(args[0] != "survivor")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT), _ranks=list(range(first, first + WORLD)))
     function(rank, *args)
     os._exit(0)
 
@@ -197,9 +269,7 @@ def _begin(function: Callable[..., None], *args: Any, **environment: str) -> lis
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     context = mp.get_context("fork")
-    ranks = [
-        context.Process(target=_process, args=(rank, port, environment, function, *args)) for rank in range(WORLD)
-    ]
+    ranks = [context.Process(target=_process, args=(rank, port, environment, function, *args)) for rank in range(WORLD)]
     for process in ranks:
         process.start()
     return ranks
@@ -211,14 +281,14 @@ def _end(ranks: list[Any], code: int = 0) -> None:
         assert process.exitcode == code, process.exitcode
 
 
-def run(options: Options, folder: Path) -> None:
+def run(options: Any, folder: Path, function: Callable[..., None] = replica) -> None:
     """Two replicas; the second one is killed and started again with other weights."""
     context = mp.get_context("fork")
     ours, theirs = context.Pipe()
     lighthouse = context.Process(target=_lighthouse, args=(theirs,))
     lighthouse.start()
     address = ours.recv()
-    begin = functools.partial(_begin, replica, TORCHFT_LIGHTHOUSE=address)
+    begin = functools.partial(_begin, function, TORCHFT_LIGHTHOUSE=address)
     started: list[Any] = []
     try:
         started += (survivor := begin("survivor", options, str(folder)))
@@ -246,9 +316,10 @@ def repeated(rank: int, world: int, options: Options, folder: str) -> dict[str, 
     others = [*records(folder, "victim", rank), *records(folder, "joining", rank)]
     second = {record["step"] for record in others if record["gave"]}
     model = sharded(options, SEEDS["survivor"])
-    optimizers = config(options).build(model_parts=[model])
+    optimizers = groups_of(options).build(model_parts=[model])
     rates(optimizers)
     optimizers.state_dict()  # it counts as a step of torch's AdamW
+    resumed(model, optimizers)
     for record in records(folder, "survivor", rank):
         step = record["step"]
         gradients = []
@@ -259,7 +330,12 @@ def repeated(rank: int, world: int, options: Options, folder: str) -> dict[str, 
                 gradients.append([parameter.grad.to_local().clone() for parameter in model.parameters()])
         for parameter, *parts in zip(model.parameters(), *gradients, strict=True):
             parameter.grad.to_local().copy_(torch.stack(parts).sum(0) / record["of"])
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = record["rate"]
+        _set_rate(optimizers, record["rate"])
         optimizers.step()
+        _set_rate(optimizers, record["next"])
     return outcome(model, optimizers)
+
+
+def _set_rate(optimizers: OptimizersContainer, rate: float) -> None:
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["lr"] = rate
