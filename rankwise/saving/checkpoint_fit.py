@@ -308,22 +308,19 @@ def _refuse_parts_of_others(owner: str, state_dict: Mapping[str, Any], source: L
     A collective where the parameters are parts too; all ranks refuse, if one of them has another one's parts.
     """
     written, present = state_dict.get(WRITTEN_BY), this_rank()
+    fix = "save with torch.distributed.checkpoint, from get_optimizer_state_dict, which suits any ranks"
+    if REPLICA in state_dict:
+        fix = "start all replicas with as many ranks"
 
     def refuse() -> None:
         if written is not None and list(written) != present:
             raise ValueError(
                 f"{owner}: the state dictionary is invalid here, because rank {written[0]} of {written[1]} wrote it: "
-                f"with parts of parameters that rank must load it, but this is rank {present[0]} of {present[1]}; save "
-                "with torch.distributed.checkpoint, from get_optimizer_state_dict, which suits any ranks"
+                f"with parts of parameters that rank must load it, but this is rank {present[0]} of {present[1]}; {fix}"
             )
 
-    if REPLICA in state_dict and list(written) != present:
-        raise ValueError(
-            f"{owner}: the states of another replica are invalid here, because its rank {written[0]} of {written[1]} "
-            f"sent them, but this is rank {present[0]} of {present[1]}: replicas must be cut over as many ranks; start "
-            "this one on as many"
-        )
-    # Of a replica's ranks some may have got nothing, and would not come.
-    if written is not None and REPLICA not in state_dict:
+    if REPLICA in state_dict:
+        refuse()  # some of the replica's ranks may have got nothing, and would not come
+    elif written is not None:
         source.connect()
         gather_together(refuse, source.group)
