@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from shard_settings import SETTINGS
-from sharded_models import CLASSES, Run
+from sharded_models import CLASSES, Run, whole
+from torch.distributed.device_mesh import init_device_mesh
 
 from rankwise.options.validation import OptionError
+from rankwise.saving.shared_matrices import cut_evenly, on_mesh
 
 BEFORE, AFTER = 3, 2
 HEARD = ("mkor", "mkor-h")
@@ -108,6 +110,21 @@ def refusals(rank: int, world: int) -> list[str]:
     run.train(AFTER)
     before.train(AFTER)
     return messages
+
+
+def brought_home(rank: int, world: int) -> bool:
+    """Whether parts that another process has sent come to this one's mesh, whose groups it has."""
+    mesh = init_device_mesh("cpu", (world,))
+    part = cut_evenly(torch.arange(10.0).view(5, 2), mesh)
+    foreign = pickle.loads(pickle.dumps(part))
+    found = on_mesh(foreign, mesh)
+    return (
+        found.device_mesh is mesh and foreign.device_mesh is not mesh and torch.equal(found.full_tensor(), whole(part))
+    )
+
+
+def test_parts_of_another_process_come_to_this_mesh() -> None:
+    assert all(run_ranks(2, brought_home))
 
 
 def test_what_would_not_go_on_is_refused() -> None:

@@ -24,7 +24,7 @@ import cpu_titan
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from titan_runs import llama
+from titan_runs import WIDTH, llama
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -36,6 +36,8 @@ from torchtitan.experiments.torchft.config.job_config import FaultTolerance
 from torchtitan.experiments.torchft.manager import TorchFTManager
 from torchtitan.experiments.torchft.optimizer import TorchFTOptimizersContainer
 from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
+from torchtitan.models import llama3
+from torchtitan.models.common import ComplexRoPE
 
 import rankwise.torchtitan  # noqa: F401
 
@@ -136,7 +138,7 @@ class Replica:
         skipped: Number of steps that did not count.
     """
 
-    def __init__(self, number: int, options: Options, seed: int) -> None:
+    def __init__(self, number: int, options: Options, seed: int, resumes: bool) -> None:
         self.number, self.skipped = number, 0
         self.records: list[dict[str, Any]] = []
         settings = TorchFTManager.Config(enable=True, replica_id=number, group_size=2, process_group_timeout_ms=10_000)
@@ -146,7 +148,8 @@ class Replica:
         chosen = groups_of(options, TorchFTOptimizersContainer)
         self.optimizers = chosen.build(model_parts=[self.model], ft_manager=self.ft)
         self.schedule = rates(self.optimizers)
-        resumed(self.model, self.optimizers)
+        if resumes:
+            resumed(self.model, self.optimizers)
         self.ft.maybe_set_all_reduce_hook([self.model])
         # As TorchFTCheckpointManager does; but it asks the model again, which reshards it amid the forward pass.
         self.optimizers.init_cache_state_dict()
@@ -185,7 +188,7 @@ class Replica:
 
 def replica(rank: int, name: str, options: Options, folder: str) -> None:
     """Train until both replicas have taken enough steps together, once more after the loss of one; or die then."""
-    made = Replica(int(name != "survivor"), options, SEEDS[name])
+    made = Replica(int(name != "survivor"), options, SEEDS[name], resumes=name != "joining")
     met = lost = name == "joining"
     begun = time.monotonic()
     with Path(folder, f"{name}-{rank}.jsonl").open("w") as file:
@@ -206,6 +209,11 @@ def replica(rank: int, name: str, options: Options, folder: str) -> None:
 def trainer(rank: int, name: str, kind: str, folder: str) -> None:
     """Train a Llama by torchtitan's own trainer and checkpoints."""
     given = llama()
+    # Fused ones are redistributed for a dictionary, which torchtitan asks for on the quorum's thread: its ranks would
+    # wait for one another, as in the first step each replica heals the other on one rank.
+    layers = {"n_layers": 2, "dim": WIDTH, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 96, "fuse_qkv": False}
+    rope = ComplexRoPE.Config(dim=16, max_seq_len=512)
+    given.model_spec.model.layers = llama3._build_llama3_layers(**layers, rope=rope, attn_backend="flex")
     config = FaultTolerantTrainer.Config(**{field.name: getattr(given, field.name) for field in fields(given)})
     config.optimizer = groups_of({"": (kind, {})}, TorchFTOptimizersContainer)
     config.optimizer.param_groups[0].pattern = ".*"
