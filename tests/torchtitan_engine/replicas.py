@@ -15,7 +15,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,20 +23,14 @@ import cpu_titan
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from titan_runs import WIDTH, llama
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torchft.coordination import LighthouseServer
 from torchtitan.components.checkpoint import ModelWrapper
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
-from torchtitan.experiments.torchft.checkpoint import TorchFTCheckpointManager
-from torchtitan.experiments.torchft.config.job_config import FaultTolerance
 from torchtitan.experiments.torchft.manager import TorchFTManager
 from torchtitan.experiments.torchft.optimizer import TorchFTOptimizersContainer
-from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
-from torchtitan.models import llama3
-from torchtitan.models.common import ComplexRoPE
 
 import rankwise.torchtitan  # noqa: F401
 
@@ -45,8 +38,6 @@ WORLD, TOGETHER, TIMEOUT = 2, 3, 60.0
 """Ranks of a replica; steps that both replicas take before one is killed, and after it has healed; seconds."""
 SEEDS = {"survivor": 1, "victim": 1, "joining": 2}
 """Of the weights that a replica begins with."""
-STEPS = 40
-"""Of torchtitan's trainer."""
 WIDTHS = (12, 20, 9)
 Options = Mapping[str, tuple[str, dict[str, Any]]]
 """Name and options of an optimizer, by the part of the model that it steps."""
@@ -206,51 +197,6 @@ def replica(rank: int, name: str, options: Options, folder: str) -> None:
     made.manager.shutdown(wait=False)
 
 
-def trainer(rank: int, name: str, kind: str, folder: str) -> None:
-    """Train a Llama by torchtitan's own trainer and checkpoints."""
-    given = llama()
-    # Fused ones are redistributed for a dictionary, which torchtitan asks for on the quorum's thread: its ranks would
-    # wait for one another, as in the first step each replica heals the other on one rank.
-    layers = {"n_layers": 2, "dim": WIDTH, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 96, "fuse_qkv": False}
-    rope = ComplexRoPE.Config(dim=16, max_seq_len=512)
-    given.model_spec.model.layers = llama3._build_llama3_layers(**layers, rope=rope, attn_backend="flex")
-    config = FaultTolerantTrainer.Config(**{field.name: getattr(given, field.name) for field in fields(given)})
-    config.optimizer = groups_of({"": (kind, {})}, TorchFTOptimizersContainer)
-    config.optimizer.param_groups[0].pattern = ".*"
-    config.dataloader, config.tokenizer = cpu_titan.Rows.Config(), cpu_titan.NoTokenizer.Config()
-    config.dump_folder, config.validator.enable = folder, False
-    config.training.steps, config.training.seq_len, config.training.local_batch_size = STEPS, 32, 2
-    config.training.mixed_precision_param, config.training.disable_cuda_graphs = "float32", True
-    config.parallelism.spmd_backend, config.debug.seed = "partial_dtensor", SEEDS[name]
-    config.checkpoint = TorchFTCheckpointManager.Config(enable=True, interval=STEPS)
-    number = int(name != "survivor")
-    config.fault_tolerance = FaultTolerance(enable=True, replica_id=number, group_size=2, process_group="gloo")
-    made = config.build()
-    manager, zero_grad, step, taken = made.ft_manager.manager, made.optimizers.zero_grad, made.optimizers.step, [0]
-
-    def wait(*args: Any, **kwargs: Any) -> None:
-        zero_grad(*args, **kwargs)
-        manager.wait_quorum()  # torchtitan reshards the model's layers on the quorum's thread
-        if name == "victim" and taken[0] == TOGETHER:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def count(*args: Any, **kwargs: Any) -> None:
-        step(*args, **kwargs)
-        taken[0] += manager.num_participants() == 2
-        time.sleep(0.2 if manager.num_participants() == 1 else 0.0)
-
-    made.optimizers.zero_grad, made.optimizers.step = wait, count
-    made.train()
-    assert made.step == STEPS and taken[0] >= TOGETHER
-    Path(folder, f"{name}-{rank}.pickle").write_bytes(pickle.dumps(outcome(made.model_parts[0], made.optimizers)))
-    dist.barrier()
-
-
-def run_trainer(kind: str, folder: Path) -> None:
-    """Two replicas of torchtitan's trainer; the second one is killed and started again with other weights."""
-    run(kind, folder, trainer)
-
-
 def _process(rank: int, port: int, environment: Mapping[str, str], function: Callable[..., None], *args: Any) -> None:
     torch.set_num_threads(1)
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD))
@@ -289,14 +235,14 @@ def _end(ranks: list[Any], code: int = 0) -> None:
         assert process.exitcode == code, process.exitcode
 
 
-def run(options: Any, folder: Path, function: Callable[..., None] = replica) -> None:
+def run(options: Options, folder: Path) -> None:
     """Two replicas; the second one is killed and started again with other weights."""
     context = mp.get_context("fork")
     ours, theirs = context.Pipe()
     lighthouse = context.Process(target=_lighthouse, args=(theirs,))
     lighthouse.start()
     address = ours.recv()
-    begin = functools.partial(_begin, function, TORCHFT_LIGHTHOUSE=address)
+    begin = functools.partial(_begin, replica, TORCHFT_LIGHTHOUSE=address)
     started: list[Any] = []
     try:
         started += (survivor := begin("survivor", options, str(folder)))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("torchft", reason="torchft is not installed")
 
-from replicas import CASES, NARROW, TOGETHER, WORLD, Options, records, repeated, run, run_trainer  # noqa: E402
+from replicas import CASES, NARROW, TOGETHER, WORLD, Options, records, repeated, run  # noqa: E402
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
@@ -43,12 +43,3 @@ def test_a_replica_that_died_heals_with_the_bits_of_one_run(options: Options, tm
     steps = records(tmp_path, "survivor", 0)
     assert [record["step"] for record in steps] == list(range(len(steps)))
     assert sum(record["of"] == 2 for record in steps) >= 2 * TOGETHER and any(record["of"] == 1 for record in steps)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["LDAdam", "MARS-M", "MKOR-Sketch"])
-def test_torchtitans_trainer_heals(name: str, tmp_path: Path) -> None:
-    run_trainer(name, tmp_path)
-    for rank in range(WORLD):
-        survivor, healed = ends(tmp_path, rank)
-        assert differences(healed, survivor) == []
