@@ -70,7 +70,7 @@ def _half(stage: int, dtype: str, **more: Any) -> Cell:
 
 def _megatron(name: str, ranks: int = 2, **settings: Any) -> Cell:
     of_experts = "megatron experts" if settings.get("experts") else "megatron dense"
-    # Megatron's own Adam resumes with Transformer Engine or Apex alone: it asks torch's for states that it has not made.
+    # Megatron's own Adam resumes with Transformer Engine or Apex alone: it asks torch's for states not made yet.
     without = {"MKOR, sketch", *((CONTROL,) if "resumed_on" in settings else ())}
     kinds = tuple(kind for kind in KINDS if kind not in without)
     named = {key: settings.pop(key) for key in ("rounding", "resumed_on") if key in settings}
