@@ -19,7 +19,7 @@ from rankwise.comm.message_format import Traffic
 from rankwise.kernels import graphs
 from rankwise.kernels.surroundings import undisturbed
 from rankwise.layout.even_cuts import EvenCuts
-from rankwise.layout.layout_source import LayoutSource, TensorContents
+from rankwise.layout.layout_source import LayoutSource, TensorContents, TensorParallel
 from rankwise.options.fields import Options
 from rankwise.options.validation import OptionError, called_or
 from rankwise.plan.group_changes import GroupChanges
@@ -297,9 +297,11 @@ class ShardedOptimizer(Optimizer, ABC):
         replicated: bool = False,
         spends_gradients: bool | None = None,
         offloaded: bool = False,
+        together: TensorParallel | None = None,
     ) -> list[StepUnit]:
         """Plan for ranks that need not exist; nothing of this optimizer changes. See :meth:`Planner.imagine`."""
-        return self.planner.imagine(self.param_groups, units, replicated, self.plan, spends_gradients, offloaded)
+        how = replicated, self.plan, spends_gradients, offloaded, together
+        return self.planner.imagine(self.param_groups, units, *how)
 
     # --- the step -----------------------------------------------------------------------------------------------
 
@@ -327,7 +329,7 @@ class ShardedOptimizer(Optimizer, ABC):
         self.saved.forget_consolidated()
         self.follow_resets()
         unit = self._unit()
-        self.saved.deliver()
+        self.saved.deliver(unit)
         if not graphs.is_capturing(unit.device):
             self.planner.source.agree_on_missing(unit.tensors)
         if self._is_warm_up(unit):
