@@ -157,6 +157,12 @@ class Planner:
         self.units.clear()
         self.loads = []
 
+    def take_owners(self, owner_of: Mapping[Any, int]) -> None:
+        """Plan by the owners of another replica, with whose states this one goes on."""
+        if owner_of != self.owner_of:
+            self.owner_of = dict(owner_of)
+            self.forget()
+
     def route_again(self, groups: Groups) -> None:
         """Choose rules and owners afresh, for states that were saved with other groups."""
         # The saved states lie with the owners that a fresh plan would choose.

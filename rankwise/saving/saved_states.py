@@ -18,11 +18,22 @@ from rankwise.plan.unit_builder import dtype_of
 from rankwise.saving.adamw_states import AdamWStates
 from rankwise.saving.changed_blocks import ChangedBlocks
 from rankwise.saving.checkpoint_fit import WRITTEN_BY, CheckpointFit, this_rank
-from rankwise.saving.shared_matrices import cut_evenly, hand_out, homes, owned_parts, present_slices, whole_states
+from rankwise.saving.shared_matrices import (
+    cut_evenly,
+    hand_out,
+    homes,
+    on_mesh,
+    owned_parts,
+    present_slices,
+    whole_states,
+)
 from rankwise.saving.states_by_parameter import (
     MATRIX,
     RECORD,
+    REPLICA,
     asked_by_torch,
+    asked_by_torchft,
+    owners_in,
     record_texts,
     steps_taken,
     under_parameters,
@@ -94,6 +105,20 @@ class SavedStates:
         texts = record_texts(self._spec.identity, with_states, steps_taken(state), extra, groups)
         saved = [{**group, RECORD: text} for group, text in zip(result["param_groups"], texts, strict=True)]
         return {**result, "state": state, "param_groups": saved}
+
+    def for_replica(self, result: Mapping[str, Any], groups: Groups, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Put what this rank itself has into torch's dictionary, for the same rank of another replica; no collective.
+
+        Element and matrix states are the living tensors. Owners go along, because a replica that has begun otherwise
+        may have chosen others. All is under parameters and groups, since torchtitan drops the rest.
+        """
+        matrices = self._waiting or self._matrix_states.everything()
+        owners = [[place, rank] for place, rank in self._planner.owner_of.items()]
+        replica = {REPLICA: {"owners": owners, "waiting": len(self._waiting) > 0}, WRITTEN_BY: this_rank()}
+        saved = self.under_parameters(result, groups, matrices, {**extra, **replica})
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # torchft copies states on a stream of its own
+        return saved
 
     def mark(self, groups: Sequence[dict[str, Any]], states: States, states_too: bool = True) -> None:
         """Mark living groups and states where a checkpoint has more: torch asks for no other names.
@@ -169,8 +194,10 @@ class SavedStates:
         if not self._waiting:
             return
         owned: dict[str, MatrixState] = {}
+        mesh = self._planner.source.mesh()
+        parts = {key: {name: on_mesh(v, mesh) for name, v in state.items()} for key, state in self._waiting.items()}
         for unit in self._planner.units.values():
-            owned |= owned_parts(self._spec.identity, unit, self._waiting)
+            owned |= owned_parts(self._spec.identity, unit, parts)
         self._matrix_states.load(owned)
         self._waiting = {}
 
@@ -182,7 +209,7 @@ class SavedStates:
         can be sent.
         """
         saved = dict(result["state"])
-        everywhere = self._planner.is_plain and asked_by_torch()
+        everywhere = self._planner.is_plain and (asked_by_torch() or asked_by_torchft())
         opened = self._opener(groups)
         keys = (key for group in result["param_groups"] for key in group["params"])
         for group in groups:
@@ -349,10 +376,15 @@ class SavedStates:
         self.forget_consolidated()
         saved = self.carrier.carried(state_dict.get("matrix_states", {}))
         copies = {key: {name: value.clone() for name, value in state.items()} for key, state in saved.items()}
+        replica = state_dict.get(REPLICA)
+        if replica is not None:
+            self._planner.take_owners(owners_in(replica))
         # Only owners, which are not known yet, can make slices of whole matrices from the parts.
-        self._waiting = copies if self._planner.source.missing_alike else {}
+        waits = self._planner.source.missing_alike if replica is None else replica["waiting"]
+        self._waiting = copies if waits else {}
         self._matrix_states.load({} if self._waiting else copies)
-        self._handed_out = set()
+        # What another replica's rank has sent is this rank's own.
+        self._handed_out = set() if replica is None else None
 
     def adopt_groups(self, groups: Sequence[dict[str, Any]], saved: Groups) -> None:
         """Take over hyper-parameters from another layout's checkpoint; before planning, which depends on some."""

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from rankwise.comm.owner_plan import MatrixTask
 from rankwise.layout.agreement import gather_together
-from rankwise.layout.dtensors import is_sharded
+from rankwise.layout.dtensors import is_sharded, local_view
 from rankwise.plan.checkpoint_mismatch import check_shape
 from rankwise.plan.step_unit import StepUnit
 from rankwise.states.declared_states import StatePart
 from rankwise.states.matrix_states import MatrixState, kept_by
 
-__all__ = ["cut_evenly", "hand_out", "homes", "owned_parts", "present_slices", "whole_states"]
+__all__ = ["cut_evenly", "hand_out", "homes", "on_mesh", "owned_parts", "present_slices", "whole_states"]
 
 
 def _parts(unit: StepUnit, name: str, tasks: list[MatrixTask]) -> list[tuple[MatrixTask, StatePart]]:
@@ -96,11 +96,22 @@ def cut_evenly(whole: Tensor, mesh: Any) -> Tensor:
     """Cut a tensor that every rank has into rows of a ``DTensor`` on a 1-D mesh; a scalar stays whole."""
     if whole.dim() == 0:
         return whole
-    from torch.distributed.tensor import DTensor, Shard
-
     size = -(-whole.shape[0] // mesh.size())
     first = min(mesh.get_local_rank() * size, whole.shape[0])
-    rows = whole[first : first + size].clone()
+    return _rows_of(whole, whole[first : first + size].clone(), mesh)
+
+
+def on_mesh(value: Tensor, mesh: Any) -> Tensor:
+    """Bring a tensor of :func:`cut_evenly` that another process has sent to a mesh of this one, of equal ranks."""
+    given: Any = value
+    if not is_sharded(value) or given.device_mesh is mesh or given.device_mesh != mesh:
+        return value
+    return _rows_of(value, local_view(value), mesh)
+
+
+def _rows_of(whole: Tensor, rows: Tensor, mesh: Any) -> Tensor:
+    from torch.distributed.tensor import DTensor, Shard
+
     sharded: Tensor = DTensor.from_local(
         rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
     )

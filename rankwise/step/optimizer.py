@@ -31,6 +31,7 @@ from rankwise.routing.given_parameters import refuse_given_twice
 from rankwise.routing.roles import annotated_modules
 from rankwise.routing.step_groups import PEAK, rate_of
 from rankwise.saving.saved_states import SavedStates
+from rankwise.saving.states_by_parameter import REPLICA, asked_by_torchft
 from rankwise.states.element_states import StateTypes
 from rankwise.states.group_values import GroupValues
 from rankwise.states.matrix_states import MatrixState, MatrixStates
@@ -164,6 +165,19 @@ class ShardedOptimizer(Optimizer, ABC):
 
     def record_loss(self, loss: Tensor | float, is_propagated: bool = False) -> None:
         """Report a micro-batch's loss, where the rule needs it; see :meth:`rankwise.MKOR.record_loss`."""
+
+    def refuse_replicas(self) -> None:
+        """Refuse to be one of torchft's replicas, which average nothing but gradients, where steps depend on more.
+
+        Raises:
+            OptionError: Steps depend on the layers' statistics, or on the loss.
+        """
+        if self.needs_capture or self.needs_loss:
+            raise OptionError(
+                f"{called_or(self.spec.name)} is invalid under torchft: its replicas average gradients, but not "
+                f"{'statistics of layers' if self.needs_capture else 'losses'}, by which their weights would drift "
+                "apart; write rule='sketch' without hybrid, which learns from gradients alone, or leave torchft out"
+            )
 
     # --- what a subclass adds -----------------------------------------------------------------------------------
 
@@ -392,9 +406,15 @@ class ShardedOptimizer(Optimizer, ABC):
         """Return torch's dictionary with this rank's matrix states by parameter name.
 
         Where ranks hold the parameters alike (``DistributedDataParallel``), the owners' states are collected first;
-        every rank must then call this, or all :meth:`consolidate_state_dict` before one does.
+        every rank must then call this, or all :meth:`consolidate_state_dict` before one does. torchft's manager gets
+        what this rank has, without a collective, for the same rank of another replica.
         """
         self.undo.settle()
+        if self.planner.is_plain and asked_by_torchft():
+            self.followed.drop_orphans(self.state)
+            result = super().state_dict()
+            result["state"] = self.saved.as_saved(result, self.param_groups, self.state)
+            return self.saved.for_replica(result, self.param_groups, self.extra_state())
         self.follow_resets()
         self.followed.drop_orphans(self.state)
         self.group_changes.replace_parameters(self.param_groups, self.state)
@@ -445,6 +465,8 @@ class ShardedOptimizer(Optimizer, ABC):
             state_dict = hook(self, state_dict) or state_dict
         by_parameter = "rankwise" not in state_dict
         state_dict = self.saved.fit.fitted(state_dict, self.param_groups)
+        if REPLICA in state_dict:
+            self.refuse_replicas()
         before = self.spec.structures_of(self.param_groups)
         # Hooks must see the whole dictionary, and the one that is checked must be the one that is loaded.
         self._optimizer_load_state_dict_pre_hooks = OrderedDict()
