@@ -384,7 +384,6 @@ COMPUTE_NOTHING = {
     "owners": "counts",
     "plan": "called in a step",
     "kept_states": "types",
-    "refuse_replicas": "reads options",
     "release": "takes hooks off",
     "reroute": "routes parameters",
     "settle": "adds whole numbers in place",
