@@ -24,7 +24,7 @@ from rankwise.options.validation import OptionError, called, check_given
 from rankwise.routing.patterns import checked_later, refuse_unmatched
 from rankwise.routing.roles import attach_info, describe
 from rankwise.states.parameter_table import idle_allowed
-from rankwise.step.optimizer import ShardedOptimizer
+from rankwise.step.optimizer import ShardedOptimizer, refuse_replicas
 
 __all__ = ["OPTIMIZER_NAMES", "build", "is_registered", "register", "unregister"]
 
@@ -161,7 +161,7 @@ def _join_replicas(container: OptimizersContainer) -> None:
     """Let torchft's container give states as they are when it is asked: it would cache those of the start."""
     if any(kind.__name__ == "TorchFTOptimizersContainer" for kind in type(container).__mro__):
         for optimizer in _ours(container):
-            optimizer.refuse_replicas()
+            refuse_replicas(optimizer)
         container.state_dict = functools.partial(OptimizersContainer.state_dict, container)  # type: ignore[method-assign]
         container.init_cache_state_dict = lambda: None  # type: ignore[method-assign]
 

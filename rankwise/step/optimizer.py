@@ -43,7 +43,7 @@ from rankwise.step.reports import Explanation, Reports, health_of
 from rankwise.step.undo import Undo
 from rankwise.step.working_tensors import WorkingTensors, are_deferred
 
-__all__ = ["ShardedOptimizer", "living_optimizers"]
+__all__ = ["ShardedOptimizer", "living_optimizers", "refuse_replicas"]
 
 
 def _rule_of(kind: type) -> str:
@@ -165,19 +165,6 @@ class ShardedOptimizer(Optimizer, ABC):
 
     def record_loss(self, loss: Tensor | float, is_propagated: bool = False) -> None:
         """Report a micro-batch's loss, where the rule needs it; see :meth:`rankwise.MKOR.record_loss`."""
-
-    def refuse_replicas(self) -> None:
-        """Refuse to be one of torchft's replicas, which average nothing but gradients, where steps depend on more.
-
-        Raises:
-            OptionError: Steps depend on the layers' statistics, or on the loss.
-        """
-        if self.needs_capture or self.needs_loss:
-            raise OptionError(
-                f"{called_or(self.spec.name)} is invalid under torchft: its replicas average gradients, but not "
-                f"{'statistics of layers' if self.needs_capture else 'losses'}, by which their weights would drift "
-                "apart; write rule='sketch' without hybrid, which learns from gradients alone, or leave torchft out"
-            )
 
     # --- what a subclass adds -----------------------------------------------------------------------------------
 
@@ -466,7 +453,7 @@ class ShardedOptimizer(Optimizer, ABC):
         by_parameter = "rankwise" not in state_dict
         state_dict = self.saved.fit.fitted(state_dict, self.param_groups)
         if REPLICA in state_dict:
-            self.refuse_replicas()
+            refuse_replicas(self)
         before = self.spec.structures_of(self.param_groups)
         # Hooks must see the whole dictionary, and the one that is checked must be the one that is loaded.
         self._optimizer_load_state_dict_pre_hooks = OrderedDict()
@@ -613,6 +600,20 @@ class ShardedOptimizer(Optimizer, ABC):
     def owners(self) -> dict[str, int]:
         """Owner rank of every planned matrix."""
         return self.planner.owners()
+
+
+def refuse_replicas(optimizer: ShardedOptimizer) -> None:
+    """Refuse to be one of torchft's replicas, which average nothing but gradients, where steps depend on more.
+
+    Raises:
+        OptionError: Steps depend on the layers' statistics, or on the loss.
+    """
+    if optimizer.needs_capture or optimizer.needs_loss:
+        raise OptionError(
+            f"{called_or(optimizer.spec.name)} is invalid under torchft: its replicas average gradients, but not "
+            f"{'statistics of layers' if optimizer.needs_capture else 'losses'}, by which their weights would drift "
+            "apart; write rule='sketch' without hybrid, which learns from gradients alone, or leave torchft out"
+        )
 
 
 _living: weakref.WeakValueDictionary[int, ShardedOptimizer] = weakref.WeakValueDictionary()
