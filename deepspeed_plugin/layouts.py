@@ -27,7 +27,7 @@ from deepspeed_plugin.experts import expert_shards
 from rankwise.comm.local_groups import host_group
 from rankwise.layout.agreement import together
 from rankwise.layout.layout import LayoutError
-from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents, WorkPlace
+from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents, TensorParallel, WorkPlace
 from rankwise.layout.tensor_parallel_shards import TensorParallelShard
 from rankwise.statistics.hooks import Describe
 from rankwise.statistics.linear_views import describe_linear
@@ -106,9 +106,12 @@ class DeepSpeedLayout(LayoutSource):
         """The engine's device, where ZeRO-Offload keeps the partitions on the host."""
         if not self._engine.zero_cpu_offload():
             return None
-        given = next((given for given, twin in self._twins.items() if twin is group), group)
         partners = None if self.tensor_parallel is None else self.tensor_parallel.group
-        return WorkPlace(torch.device(self._engine.device), given, partners)
+        return WorkPlace(torch.device(self._engine.device), self._given(group), self._given(partners))
+
+    def _given(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+        """Return the engine's group of which a group is the twin."""
+        return next((given for given, twin in self._twins.items() if twin is group), group)
 
     def refuse_other_attributes(self) -> None:
         """Refuse a wrapper without the attributes that say which tensors it steps.
@@ -400,7 +403,16 @@ class _Bf16(_FlatPartition):
 
 
 class _ZeroThree(DeepSpeedLayout):
-    """Layout of ZeRO-3: flat sub-groups of parameters that are cut into equal pieces, the last ones padded."""
+    """Layout of ZeRO-3: flat sub-groups of parameters that are cut into equal pieces, the last ones padded.
+
+    Pieces that are whole rows are slices, which all ranks compute together. Experts have ranks of their own.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
+        super().__init__(engine, optimizer)
+        ranks = dist.get_world_size(self.group)
+        if ranks > 1 and not (self._cut or engine.has_moe_layers):
+            self.tensor_parallel = TensorParallel.far((tuple(range(ranks)),), self.group)
 
     def _mean_share(self) -> float:
         # The wrapper's reduce-scatter divides by the number of ranks.

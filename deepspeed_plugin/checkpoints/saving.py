@@ -66,7 +66,7 @@ def save_checkpoint(
     client_state.update(_note(engine, optimizer, Path(save_dir) / name, client_state))
     named_here = not engine.checkpoint_engine.is_decoupled()
     replacement = _Replacement(engine.checkpoint_engine, Path(save_dir) / name)
-    with zero_form(engine), replacement.writing(engine):
+    with zero_form(engine), optimizer.saved.of_whole_matrices(), replacement.writing(engine):
         done = original(
             engine, save_dir, tag=tag, client_state=client_state, save_latest=save_latest and not named_here, **options
         )
