@@ -83,7 +83,9 @@ class DeepSpeedLayout(LayoutSource):
             self._shards = together(partial(expert_shards, engine.module), holders)
         if self._cut:
             assert dist.group.WORLD is not None
-            self._shards, holders = auto_tp.shards(engine.module), dist.group.WORLD
+            holders = dist.group.WORLD
+            # Others would wait for a tensor-parallel group that alone has raised.
+            self._shards = together(partial(auto_tp.shards, engine.module), holders)
             self.tensor_parallel = auto_tp.tensor_parallel(holders)
         twin = _exchange_group(engine, holders)
         self.group: dist.ProcessGroup | None = twin

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import ceil, prod
 from typing import Any
@@ -21,7 +21,9 @@ Run = tuple[str, tuple[int, ...], int, int, int]
 """A parameter, its shape, where a run begins and ends in it, and where the run lies in a tensor of the optimizer."""
 
 
-def in_our_form(saved: SavedCheckpoint, rank: int, order: GroupedShapes | None) -> tuple[dict[str, Any], list[Tensor]]:
+def in_our_form(
+    saved: SavedCheckpoint, rank: int, order: GroupedShapes | None, keys: Collection[str]
+) -> tuple[dict[str, Any], list[Tensor]]:
     """Return what :meth:`SavedCheckpoint.optimizer` would, had an optimizer of ours written a rank's file.
 
     Args:
@@ -29,6 +31,7 @@ def in_our_form(saved: SavedCheckpoint, rank: int, order: GroupedShapes | None) 
         rank: Rank that wrote the file.
         order: Order of :meth:`deepspeed_plugin.layouts.DeepSpeedLayout.order`: at stage 0 nothing else says which
             parameter a state belongs to.
+        keys: Keys of the weights in the run that takes over; those of a stack of matrices may be one for each.
 
     Raises:
         CheckpointError: The file does not hold what its names say.
@@ -52,8 +55,12 @@ def in_our_form(saved: SavedCheckpoint, rank: int, order: GroupedShapes | None) 
         if state or saved.zero_files:  # at stage 0 a parameter without any gradient so far has no state
             shape = None if saved.zero_files else held[0][1]
             _require_moments(place, [state.get(name) for name in names], held, offsets, shape)
-        _require_weights(saved, place, flat, held)
-        record.append({"group": 0, "runs": held, "states": {name: offsets for name in names if state}})
+        named = [_among_all_experts(saved, rank, run) for run in held]
+        _require_weights(saved, place, flat, named)
+        pieces = [piece for run, at in zip(named, offsets, strict=True) for piece in _matrices_of(run, at, keys)]
+        places = [at for _, at in pieces]
+        states_at = {name: places for name in names if state}
+        record.append({"group": 0, "runs": [run for run, _ in pieces], "states": states_at})
     states_by_index = {index: state for index, (_, state) in enumerate(states)}
     return {"layout": record, "state": states_by_index, "matrix_states": {}}, flats
 
@@ -92,11 +99,32 @@ def _require_moments(
             )
 
 
+def _matrices_of(run: Run, at: int, keys: Collection[str]) -> Iterator[tuple[Run, int]]:
+    """Yield the runs of a run that have keys of their own, as matrices of a stack do, and where they lie in a state."""
+    name, shape, first, last, offset = run
+    if f"{name}[0]" not in keys:
+        yield run, at
+        return
+    size = prod(shape[1:])
+    for place in range(first // size, -(-last // size)):
+        begin, end = max(first, place * size), min(last, (place + 1) * size)
+        piece = (f"{name}[{place}]", shape[1:], begin - place * size, end - place * size, offset + begin - first)
+        yield piece, at + begin - first
+
+
+def _among_all_experts(saved: SavedCheckpoint, rank: int, run: Run) -> Run:
+    """Return a run in terms of the stack of all experts, where AutoEP has shared the stack out."""
+    name, shape, first, last, offset = run
+    ways = saved.sharing(name)
+    skipped = rank % ways * prod(shape)
+    return name, (shape[0] * ways, *shape[1:]) if ways > 1 else shape, first + skipped, last + skipped, offset
+
+
 def _require_weights(saved: SavedCheckpoint, place: object, flat: Tensor, runs: Sequence[Run]) -> None:
     """Refuse weights that differ from the model file's of the same name, where it has them."""
     for name, _, first, last, offset in runs:
         ours = flat.reshape(-1)[offset : offset + last - first]
-        expected = ours if saved.partitioned_weights else saved.content["module"][name].reshape(-1)[first:last]
+        expected = ours if saved.partitioned_weights else saved.weight(name, first, last)
         if ours.numel() < last - first or not torch.allclose(
             ours.to(expected.dtype), expected, rtol=0.0, atol=0.0, equal_nan=True
         ):
@@ -114,8 +142,9 @@ def _of_zero_3(saved: SavedCheckpoint, rank: int) -> list[list[Run]]:
         runs: list[Run] = []
         offset = 0
         for name, shape in shapes.items():
-            share = ceil(prod(shape) / ranks)
-            first, last = (min(place * share, prod(shape)) for place in (rank, rank + 1))
+            ways = saved.sharing(name)  # ranks that follow one another have other experts, and no part of these
+            share = ceil(prod(shape) / (ranks // ways))
+            first, last = (min(place * share, prod(shape)) for place in (rank // ways, rank // ways + 1))
             if first < last:
                 runs.append((name, tuple(shape), first, last, offset))
             offset += share
@@ -133,13 +162,14 @@ def _of_zero_1_and_2(saved: SavedCheckpoint, rank: int) -> list[list[Run]]:
     shapes, gaps = saved.content["param_shapes"], saved.alignment(rank)
     for index, (group, flat) in enumerate(zip(shapes, saved.optimizer(0)[1], strict=True)):
         share = flat.numel()  # the last ranks have less, as their weights are saved without the padding
-        first, last = rank * share, (rank + 1) * share
+        place = rank // saved.sharing(next(iter(group), ""))  # a group has experts alone, or none
+        first, last = place * share, (place + 1) * share
         runs: list[Run] = []
         position = 0
-        for place, (name, shape) in enumerate(group.items()):
+        for number, (name, shape) in enumerate(group.items()):
             begin, end = max(position, first), min(position + prod(shape), last)
             if begin < end:
                 runs.append((name, tuple(shape), begin - position, end - position, begin - first))
-            position += prod(shape) + (gaps[index][place] if gaps else 0)
+            position += prod(shape) + (gaps[index][number] if gaps else 0)
         runs_by_group.append(runs)
     return runs_by_group

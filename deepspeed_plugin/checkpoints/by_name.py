@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -81,23 +81,31 @@ def _named_states(engine: DeepSpeedEngine, found: Checkpoint, plan: Plan) -> Ite
         found = found.source
     group: dist.ProcessGroup = engine.seq_data_parallel_group
     ranks = range(dist.get_rank(group), found.world_size or 1, dist.get_world_size(group))
-    order = engine.basic_optimizer.planner.source.order() if plan.inherit else None
+    optimizer: ShardedOptimizer = engine.basic_optimizer
+    layout, keys = optimizer.planner.source, set[str]()
+    order = layout.order() if plan.inherit else None  # type: ignore[attr-defined]
+    if plan.inherit:
+        optimizer.plan_ahead(layout.units())
+        keys = {key for unit in optimizer.planned_units for key in unit.stored.shapes}
     with _scratch_folder(found.folder, group) as scratch:
-        save_vectors(together(partial(vectors_of, found, ranks, order), group), scratch, group)
+        save_vectors(together(partial(vectors_of, found, ranks, order, keys), group), scratch, group)
         common = found.common if plan.wanted.states and not plan.inherit else None
         yield NamedStates(VectorFolder(scratch), common, plan.inherit)
 
 
-def vectors_of(saved: SavedCheckpoint, ranks: range, order: GroupedShapes | None = None) -> Vectors:
+def vectors_of(
+    saved: SavedCheckpoint, ranks: range, order: GroupedShapes | None = None, keys: Collection[str] = ()
+) -> Vectors:
     """What the files of some ranks hold, by name.
 
     Args:
         saved: The checkpoint, written by one of ours, or by AdamW or Muon.
         ranks: Ranks that wrote the files.
         order: Order of AdamW or Muon at stage 0, see :func:`deepspeed_plugin.checkpoints.adamw_files.in_our_form`.
+        keys: Keys of the weights in the run that takes over.
     """
     if saved.author is None:
-        return merge_vectors([saved_vectors(*in_our_form(saved, rank, order)) for rank in ranks])
+        return merge_vectors([saved_vectors(*in_our_form(saved, rank, order, keys)) for rank in ranks])
     return merge_vectors([saved_vectors(*saved.optimizer(rank)) for rank in ranks])
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,32 @@ class SavedCheckpoint(CheckpointFolder):
         module = self.content["module"]
         nothing = torch.empty(0, dtype=torch.float32, device="cpu")
         return saved, [module[name] if name is not None else nothing for name in names]
+
+    @cached_property
+    def _expert_layers(self) -> dict[str, Mapping[str, Any]]:
+        """What DeepSpeed says of AutoEP's layers, by the names of their stacks."""
+        layers = self.content.get("ds_autoep_layers") or ()
+        return {f"{layer['expert_key_prefix']}.{weight}": layer for layer in layers for weight in ("w1", "w2", "w3")}
+
+    def sharing(self, name: str) -> int:
+        """Return over how many ranks AutoEP had shared out the experts of a stack; 1 for other parameters."""
+        layer = self._expert_layers.get(name)
+        return 1 if layer is None else int(layer["ep_size"])
+
+    def weight(self, name: str, first: int, last: int) -> Tensor:
+        """Return some elements of a parameter out of the model files, where these have whole ones."""
+        layer = self._expert_layers.get(name)
+        if layer is None:
+            elements: Tensor = self.content["module"][name].reshape(-1)[first:last]
+            return elements
+        size = prod(layer["affine_maps"]["params"][name]["logical_shape"][1:])
+        experts = range(first // size, -(-last // size))
+        stack = torch.cat([self._expert(layer["moe_layer_id"], e)[f"{name}.{e}"].reshape(-1) for e in experts])
+        return stack[first - experts.start * size : last - experts.start * size]
+
+    def _expert(self, layer: int, expert: int) -> Mapping[str, Any]:
+        content: Mapping[str, Any] = read(self.folder / f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt")
+        return content
 
     def scaler_state(self) -> Mapping[str, Any]:
         """Return what ZeRO's wrapper saved of a loss scale; empty if none was in use, and at stage 0."""

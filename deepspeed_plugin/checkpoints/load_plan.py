@@ -266,8 +266,14 @@ def _inherits(saved: Saved, present: Present, wanted: Wanted) -> bool:
     whole = not (saved.partitioned or present.partitioned)
     movable = whole or (present.frozen is None and wanted.custom_load_fn is None)
     ours = present.identity is not None and saved.author is None
-    # The shapes in another optimizer's files are those of one rank's experts.
-    return ours and named and movable and not present.is_divided and not present.stacks
+    return ours and named and movable and not present.is_divided and _experts_are_known(saved, present)
+
+
+def _experts_are_known(saved: Saved, present: Present) -> bool:
+    """Whether another optimizer's files say which experts of AutoEP a rank has, or there are none."""
+    shared_out = bool((saved.config.get("expert_parallel") or {}).get("enabled"))
+    in_order = not saved.config.get("use_data_before_expert_parallelism")
+    return shared_out == present.stacks and (not shared_out or (in_order and present.frozen_stack is None))
 
 
 def _is_for_deepspeed_alone(saved: Saved, present: Present) -> bool:

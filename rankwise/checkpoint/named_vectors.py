@@ -303,7 +303,8 @@ def _destinations(
             weight = whole
         values: dict[str, Tensor | PackedValues] = {f"weight/{part.key}": weight}
         if states:
-            names = {state: state for state in states_here} if moments is None else moments.get(part.key, {})
+            name_here = optimizer.table.base_name(part.key)
+            names = {state: state for state in states_here} if moments is None else moments.get(name_here, {})
             values.update({f"element/{name}/{part.key}": states_here[state] for name, state in names.items()})
         for name, value in values.items():
             if name in stored:
@@ -376,8 +377,11 @@ def _stored_moments(optimizer: ShardedOptimizer, stored: NamedVectors) -> dict[s
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     for key, (info, _) in optimizer.table.catalog.items():
         for name in MOMENTS:
-            place = f"element/{name}/{key}"
-            if place in stored and stored[place][0].numel() == prod(info.shape):
+            places = [f"element/{name}/{key}"]
+            if places[0] not in stored and len(info.shape) == 3:
+                places = [f"{places[0]}[{index}]" for index in range(info.shape[0])]
+            found = [stored[place][0].numel() for place in places if place in stored]
+            if len(found) == len(places) and sum(found) == prod(info.shape):
                 shapes.setdefault(key, {})[name] = tuple(info.shape)
     return shapes
 

@@ -192,26 +192,29 @@ def whole_model(cell: Cell) -> nn.Module:
     return model
 
 
-def run_whole(cell: Cell, shares: int = 1) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def run_whole(cell: Cell, shares: int = 1, adamw: int = 0) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Initial and final weights of one process of plain PyTorch.
 
     Args:
         cell: The run.
         shares: Into how many equal parts each micro-batch is cut: the same samples, their gradients rounded otherwise.
+        adamw: Steps of AdamW that come first, whose moments go on.
     """
     model = whole_model(cell)
     initial = named_weights(model)
     annotate(model)
-    if cell.name == REFERENCE:
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=PARAMS[cell.name]["lr"])
-    else:
-        block = cell.block
-        optimizer = build(block["type"], list(model.parameters()), **block["params"])
-    captured = getattr(optimizer, "needs_capture", False)
-    if captured:
-        optimizer.capture(model)
+    reference = torch.optim.AdamW(model.parameters(), lr=PARAMS[REFERENCE]["lr"])
+    optimizer: Any = reference
     x = tokens()
     for step in range(STEPS):
+        if step == adamw and cell.name != REFERENCE:
+            block = cell.block
+            optimizer = build(block["type"], list(model.parameters()), **block["params"])
+            if adamw:
+                optimizer.continue_from(reference.state_dict())
+            if optimizer.needs_capture:
+                optimizer.capture(model)
+        captured = getattr(optimizer, "needs_capture", False)
         model.zero_grad()
         for mine in (part for batch in x[step] for part in batch.chunk(shares)):
             loss = model(input_ids=mine, labels=mine).loss

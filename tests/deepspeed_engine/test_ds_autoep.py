@@ -11,6 +11,7 @@ import autoep_runs as runs
 import ds_harness as ds
 import numpy as np
 import pytest
+import torch
 from autoep_runs import SKETCH, STEPS, Cell
 from counted_launches import Launches, counts_of
 from ds_harness import REFERENCE, run_ranks
@@ -177,6 +178,26 @@ def test_states_continue_on_other_experts(move: str, tmp_path: Path) -> None:
         assert ds.error(there, here, initial) <= ALLOWED * max(_response(cell), 1e-6), cell.name
 
 
+TAKEN_OVER = {"from ZeRO 2": ((2, 4, 2), (3, 2, 2)), "from ZeRO 3": ((3, 4, 2), (2, 4, 4))}
+
+
+@pytest.mark.parametrize("move", ["from ZeRO 2", pytest.param("from ZeRO 3", marks=pytest.mark.exhaustive)])
+@pytest.mark.slow
+def test_moments_of_adamw_go_on(move: str, tmp_path: Path) -> None:
+    """On other ranks, with other experts on each, as in one process that changes its optimizer."""
+    (stage, world, shared), (new_stage, new_world, new_shared) = TAKEN_OVER[move]
+    adamw = Cell(REFERENCE, stage=stage, shared=shared)
+    run_ranks(world, _run, [adamw], str(tmp_path))
+    cells = _cells(("MARS-AdamW", "MARS-M"), stage=new_stage, shared=new_shared)
+    for cell in cells:
+        (tmp_path / cell.name).symlink_to(tmp_path / REFERENCE)
+    moved = run_ranks(new_world, _continue, cells, str(tmp_path), "saved")
+    for cell, *ranks in zip(cells, *moved, strict=True):
+        initial, expected = runs.run_whole(cell, adamw=2)
+        assert ds.error(_joined(ranks), expected, initial) <= 1e-4, cell.name
+        assert ds.error(_joined(ranks), runs.run_whole(adamw)[1], initial) > 1e-2
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -227,6 +248,26 @@ def test_what_cannot_be_done_is_refused_alike(tmp_path: Path) -> None:
     for messages in run_ranks(2, _refusals, str(tmp_path)):
         for message, word in zip(messages, words, strict=True):
             assert word in message, message
+
+
+def _norm(rank: int, world: int, cell: Cell) -> float:
+    engine = runs.engine_of(cell, world)
+    runs.train(engine, rank, world, range(1))
+    return float(engine.get_global_grad_norm())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("stage", "right"), [(1, False), (2, False), (3, True)])
+def test_where_norms_of_deepspeed_lack_experts(stage: int, right: bool) -> None:
+    """Beside AutoTP; once it is right at every stage, clipping need not be refused."""
+    cell = Cell(REFERENCE, stage=stage, cut=2)
+    model = runs.whole_model(cell)
+    for batch in runs.tokens()[0]:
+        (model(input_ids=batch, labels=batch).loss / runs.ACCUMULATION).backward()
+    expected = float(torch.nn.utils.get_total_norm([weight.grad for weight in model.parameters()]))
+    norms = run_ranks(2, _norm, cell)
+    assert len(set(norms)) == 1
+    assert (abs(norms[0] / expected - 1.0) < 1e-5) == right
 
 
 # --- launches --------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ SAVED = Saved(name="tag", latest="tag", author="SONew", stage=2, ranks=2, groups
 HERE = Present(identity="SONew", optimizer="SONew", stage=2, ranks=2, groups=1)
 THREE: dict[str, Any] = {"stage": 3, "partitioned": True}
 ADAMW: dict[str, Any] = {"author": None, "moments": True}
+SHARED_OUT: dict[str, Any] = {"config": {"expert_parallel": {"enabled": True, "autoep_size": 2}}}
 ORDER = (("a", "b"), (2,))
 OTHERS: dict[str, Any] = {"identity": None, "optimizer": "AdamW"}
 ALL = Wanted()
@@ -55,6 +56,17 @@ CASES = {
         BY_NAME, ADAMW, {"config": {"zero_optimization": {"round_robin_gradients": True}}}, inherit=True
     ),
     "AdamW's moments, in other groups": _case(BY_NAME, {**ADAMW, "groups": 2}, inherit=True),
+    "AdamW's moments, of AutoEP's experts": _case(BY_NAME, {**ADAMW, **SHARED_OUT}, {"stacks": True}, inherit=True),
+    "AdamW's moments, of experts that were no stacks": _case(DEEPSPEED, ADAMW, {"stacks": True}, fresh=True),
+    "AdamW's moments, of stacks that are frozen": _case(
+        DEEPSPEED, {**ADAMW, **SHARED_OUT}, {"stacks": True, "frozen": "a", "frozen_stack": "a"}, fresh=True
+    ),
+    "AdamW's moments, of experts in another order": _case(
+        DEEPSPEED,
+        {**ADAMW, "config": {**SHARED_OUT["config"], "use_data_before_expert_parallelism": True}},
+        {"stacks": True},
+        fresh=True,
+    ),
     "AdamW's moments, in a pipeline": _case(DEEPSPEED, ADAMW, {"pipeline": True}, fresh=True),
     "AdamW's moments, with experts": _case(DEEPSPEED, ADAMW, {"experts": True}, fresh=True),
     "AdamW's moments, with frozen ones at ZeRO-3": _case(
