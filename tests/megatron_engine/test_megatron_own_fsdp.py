@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron_cells import BIASED, Cell
 from megatron_harness import OTHER_CUTS, Result, Trainer, move, opened, rms_move, trained
 from megatron_types import CAPTURING, ELEMENT_WISE, TYPES, maker
@@ -31,11 +32,13 @@ ROUNDED = 1e-4
 ALLOWED = 10.0
 # Where rounding can flip a sign or an edge, which is a whole step: the mean, of a dozen such elements.
 DISCONTINUOUS, BESIDE_AN_EDGE = ("mars-lion", "sonew"), 2e-4
+HAS_SECOND = hasattr(mcore_fsdp_adapter, "FullyShardedDataParallelV2")
 # Ranks, and what cuts the model over them.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     **{strategy: (2, {"megatron_fsdp": strategy, "overlap_grad_reduce": True}) for strategy in STRATEGIES},
     # Before 0.20 Megatron reduced these gradients twice.
     **({} if _REDUCES_TWICE else {"optim, at the end": (2, {"megatron_fsdp": "optim"})}),
+    **({"version 2": (4, {"megatron_fsdp": "optim_grads_params", "version": 2})} if HAS_SECOND else {}),
     "TP2": (4, {"megatron_fsdp": "optim_grads_params", "tp": 2}),
     "HSDP": (4, {"megatron_fsdp": "optim_grads_params", "instances": 2}),
     "HSDP, optim": (4, {"megatron_fsdp": "optim", "instances": 2, "overlap_grad_reduce": True}),
