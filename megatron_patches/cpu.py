@@ -258,7 +258,7 @@ def _replace_core_functions(stack: ExitStack) -> None:
 
 
 def _replace_buffers(stack: ExitStack) -> None:
-    """Give the buffers of version 2 of Megatron's FSDP the stream that stands for all, and sums in place of averages."""
+    """Give the buffers of version 2 of Megatron's FSDP the stream that stands for all, of which a CPU has none."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer import DBuffer
 
     build = DBuffer.__init__
@@ -268,9 +268,6 @@ def _replace_buffers(stack: ExitStack) -> None:
         buffer.allocation_stream = torch.cuda.current_stream()
 
     _set(stack, DBuffer, "__init__", with_stream)
-    # gloo has no averages in a reduce-scatter. For symmetric memory Megatron sums, and divides afterwards.
-    _set(stack, DBuffer, "is_symmetric_memory", True)
-    _set(stack, DBuffer, "rendezvous", _nothing)
 
 
 class _CpuMesh:

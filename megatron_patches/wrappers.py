@@ -377,13 +377,20 @@ class _Full(_Adopted, FP32Optimizer):
 class _FullySharded(_Adopted):
     """Megatron's optimizer for version 2 of its FSDP, which cannot be saved."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for parameter in super().get_parameters():
+            # Version 1 says so. Otherwise Megatron sums gradients' squares over the ranks twice.
+            setattr(parameter, "__fsdp_param__", True)
+
     def get_parameters(self) -> list[Parameter]:
-        """Return the parameters of which this rank has elements.
+        """Return the parameters of which this rank has elements; all, if it has none, so that no rank is left out.
 
         Transformer Engine's functions for many tensors, which compute norms, lose what a list that ends in an empty
         one has before that (its issue 3207).
         """
-        return [parameter for parameter in super().get_parameters() if parameter._local_tensor.numel()]
+        parameters: list[Any] = super().get_parameters()
+        return [parameter for parameter in parameters if parameter._local_tensor.numel()] or parameters
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Refuse to save, as Megatron does."""
