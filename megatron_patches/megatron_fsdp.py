@@ -208,6 +208,13 @@ def _settings(chunk: Any, config: OptimizerConfig) -> Iterator[Setting]:
     main = getattr(given, "megatron_fsdp_main_params_dtype", torch.float32)
     half = config.bf16 or config.fp16
     narrow = half and main is not torch.float32
+    frozen = [name for name, parameter in chunk.named_parameters() if not parameter.requires_grad]
+    yield Setting(
+        bool(frozen) and _is_second(chunk),
+        f"a frozen parameter ('{next(iter(frozen), '')}')",
+        "version 2 lets go of a layer's weights when the gradients of the others are there, while the backward pass "
+        "still reads frozen ones, with its own Adam, too; use version 1",
+    )
     experts = model.expert_model_parallel_size > 1
     yield Setting(
         experts,

@@ -309,7 +309,9 @@ def _our_wrappers(build: Callable[..., Any], adoption: Adoption) -> Iterator[Non
     ]
     replacements += with_empty_shards(stock, adoption.chunks)
     for name, wrapper in wrapper_classes(adoption).items():
-        owners = [stock, stock_layer_wise] if name in ("Float16OptimizerWithFloat16Params", "FP32Optimizer") else [stock]
+        owners = (
+            [stock, stock_layer_wise] if name in ("Float16OptimizerWithFloat16Params", "FP32Optimizer") else [stock]
+        )
         replacements += [(owner, name, wrapper) for owner in owners]
     saved = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
     try:

@@ -36,7 +36,7 @@ from megatron_patches.megatron_fsdp import UNSAVED, under_megatron_fsdp
 from megatron_patches.memory import keep
 from megatron_patches.monitor import health_of
 from megatron_patches.norms import Norms
-from megatron_patches.offloading import Offloading, let_others_move
+from megatron_patches.offloading import Offloading, let_others_move, memory_of
 from megatron_patches.param_groups import share_members
 from megatron_patches.parameters import ModelParameter, bare_model, is_expert
 from megatron_patches.records import plain_names
@@ -246,7 +246,7 @@ class _Adopted(MegatronOptimizer):
             return
         if self._offloading is None:
             self._offloading = Offloading(self.optimizer)
-        self._offloading.offload({p.untyped_storage().data_ptr() for p in self.adoption.parameters})
+        self._offloading.offload({memory_of(parameter) for parameter in self.adoption.parameters})
         torch.cuda.empty_cache()
 
     def capture_paused(self) -> AbstractContextManager[None]:
@@ -381,7 +381,7 @@ class _FullySharded(_Adopted):
         super().__init__(*args, **kwargs)
         for parameter in super().get_parameters():
             # Version 1 says so. Otherwise Megatron sums gradients' squares over the ranks twice.
-            setattr(parameter, "__fsdp_param__", True)
+            parameter.__fsdp_param__ = True  # type: ignore[attr-defined]
 
     def get_parameters(self) -> list[Parameter]:
         """Return the parameters of which this rank has elements; all, if it has none, so that no rank is left out.

@@ -186,7 +186,8 @@ class Cell:
             "params_dtype": DTYPES[self.precision],
             "initial_loss_scale": 2.0**10,
             "loss_scale_window": 1000,
-            "use_distributed_optimizer": self.use_distributed_optimizer or (bool(self.megatron_fsdp) and self.version == 1),
+            "use_distributed_optimizer": self.use_distributed_optimizer
+            or (bool(self.megatron_fsdp) and self.version == 1),
             "overlap_param_gather": self.overlap_param_gather,
             **self.optimizer,
         }
