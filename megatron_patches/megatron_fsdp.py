@@ -176,7 +176,8 @@ def _is_second(chunk: Any) -> bool:
 
 def _second_groups(chunk: nn.Module) -> Iterator[Any]:
     """Yield the groups of parameters, each with its buffers, of version 2."""
-    for module in chunk.modules():
+    modules: Iterator[Any] = chunk.modules()
+    for module in modules:
         if hasattr(module, "_unshard_parameter_groups"):
             yield from module.parameter_groups
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,8 +20,9 @@ from torch import Tensor
 
 import megatron_patches
 from megatron_patches.cpu import cpu_megatron
+from megatron_patches.formats import refuse_format
 from megatron_patches.megatron_fsdp import _REDUCES_TWICE, run_of
-from megatron_patches.registry import RankwiseConfig, get_megatron_optimizer
+from megatron_patches.registry import NAMES, RankwiseConfig, get_megatron_optimizer
 from megatron_patches.support import SupportError
 
 STEPS = 3
@@ -266,11 +268,29 @@ def test_what_does_not_work_is_refused_by_name() -> None:
             {},
         ),
     }
-    if HAS_SECOND:
-        given["a frozen parameter ('module.decoder.layers.0.input_layernorm.weight') is invalid with"] = (
-            Cell(**SECOND),
-            {},
-        )
     for messages in run_ranks(2, _refused, list(given.values())):
         for text, message in zip(given, messages, strict=True):
             assert text in message and "--optimizer mars-m" in message
+
+
+def _refused_by_second(rank: int, world: int) -> list[str]:
+    messages = _refused(rank, world, [(Cell(**SECOND), {})])
+    with cpu_megatron(), opened(Cell(**SECOND), maker("mars-m")) as trainer:
+        for give in (trainer.optimizer.state_dict, trainer.optimizer.sharded_state_dict):
+            with pytest.raises(SupportError) as caught:
+                give()
+            messages.append(str(caught.value))
+    return messages
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_SECOND, reason="this Megatron has version 1 alone")
+def test_version_2_refuses_what_megatron_cannot_do() -> None:
+    frozen, *unsaved = run_ranks(2, _refused_by_second)[0]
+    assert "a frozen parameter ('module.decoder.layers.0.input_layernorm.weight') is invalid with" in frozen
+    assert all("cannot be saved" in message and "--no-save-optim" in message for message in unsaved)
+    given = SimpleNamespace(save="folder", use_megatron_fsdp=True, ckpt_format="fsdp_dtensor", megatron_fsdp_version=2)
+    with pytest.raises(SupportError, match="--save is invalid with --megatron-fsdp-version 2"):
+        refuse_format(given, "mars-m", NAMES["mars-m"][0])
+    given.no_save_optim = True
+    refuse_format(given, "mars-m", NAMES["mars-m"][0])
