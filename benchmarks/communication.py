@@ -24,7 +24,7 @@ __all__ = ["FlatPiece", "Waits", "measure_communication"]
 
 _WARMUP = 2
 # With ``async_op`` they only start a message; otherwise they end when it is there.
-_COLLECTIVES = ("all_gather", "all_gather_object", "all_reduce", "all_to_all_single")
+_COLLECTIVES = ("all_gather", "all_gather_object", "all_reduce", "all_to_all_single", "reduce_scatter")
 
 
 class Waits:

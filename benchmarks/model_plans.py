@@ -39,10 +39,11 @@ A dash means that the plan refuses such a run, or does not know Megatron's model
 _MESSAGES = """
 ## Messages: llama-8b, 64 GPUs, 262,144 tokens a step
 
-`comm_dtype="int8"` brings the share of a step from about 5 % down to 1.4 to 2.3 %. The runs have the packaged options
-and ZeRO-3; the last line has FSDP2. Times are milliseconds on H100s. *Messages* is their time if nothing else
-happened. *Exposed* is what the device waits for them and for other ranks of a batch. Gathers begin when gradients are
-there, and the next forward pass begins when all results are.
+`comm_dtype="int8"` halves MARS-M's share. Of LDAdam's and MKOR's matrices ranks have
+[slices](sharding.md#mkors-slices), which take less. The runs have the packaged options and ZeRO-3; the last line has
+FSDP2. Times are milliseconds on H100s. *Messages* is their time if nothing else happened: sums and gathers go round a
+ring, of which all network cards of a node carry a part. *Exposed* is what the device waits for them and for other
+ranks of a batch. Gathers begin when gradients are there, and the next forward pass begins when all results are.
 
 | type | comm_dtype | sent, MiB | matrix rule | element-wise | messages | hidden | exposed | step | share |
 |---|---|---|---|---|---|---|---|---|---|

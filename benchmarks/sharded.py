@@ -405,8 +405,8 @@ def measure_sharded(ranks: int = 4, names: Sequence[str] = tuple(CONTENDERS)) ->
 _PAGE = """# What a step costs under FSDP2
 
 This page counts what a step does on the host and what it sends under FSDP2, beside other people's optimizers. The short
-answer: we dispatch nothing on a `DTensor`, and send as many bytes and messages as under ZeRO-3; LDAdam sends fewer
-bytes. Nothing is timed, and nothing ran on a GPU.
+answer: we dispatch nothing on a `DTensor`, and send as many bytes and messages as flat shards with owners; LDAdam sends
+fewer bytes. Nothing is timed, and nothing ran on a GPU.
 
 Each row is one steady step of Llama 3.2 1B's {tensors} tensors, a sixteenth as wide, on {ranks} gloo ranks. Each figure
 is that of the rank with most. `python -m benchmarks sharded` generates the page, with torchtitan and a checkout of dion
@@ -419,7 +419,7 @@ on `PYTHONPATH`.
 - *messages*: collectives of the step.
 - *bytes sent*: for each parameter that a rank holds.
 - *waits*: how often the host waits for a message; on CUDA devices the stream does.
-- *as ZeRO-3 cuts*: the same optimizer on flat shards, one tensor a rank.
+- *as ZeRO-3 cuts*: the same optimizer on flat shards, one tensor a rank, where every matrix has an owner.
 
 torch's AdamW needs no messages. dion's Muon sends momentum and update in bfloat16 and compiles what it calls for every
 tensor. It is counted uncompiled, so it has more launches here than in use. DistMuon needs CUDA: its check of the device

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from deepspeed_plugin import auto_tp
 from deepspeed_plugin._versions import TESTED
-from deepspeed_plugin.affine_maps import logical_shape
+from deepspeed_plugin.affine_maps import is_stack, logical_shape
 from deepspeed_plugin.experts import expert_shards
 from rankwise.comm.local_groups import host_group
 from rankwise.layout.agreement import together
 from rankwise.layout.layout import LayoutError
-from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents, WorkPlace
+from rankwise.layout.layout_source import LayoutSource, Slice, TensorContents, TensorParallel, WorkPlace
 from rankwise.layout.tensor_parallel_shards import TensorParallelShard
 from rankwise.statistics.hooks import Describe
 from rankwise.statistics.linear_views import describe_linear
@@ -79,7 +79,7 @@ class DeepSpeedLayout(LayoutSource):
         self._data: dist.ProcessGroup = engine.seq_data_parallel_group
         self._cut, holders = auto_tp.is_cut(engine), self._data
         self._shards: dict[int, TensorParallelShard] = {}
-        if engine.has_moe_layers:
+        if engine.has_moe_layers and not self._cut:
             self._shards = together(partial(expert_shards, engine.module), holders)
         if self._cut:
             assert dist.group.WORLD is not None
@@ -104,9 +104,12 @@ class DeepSpeedLayout(LayoutSource):
         """The engine's device, where ZeRO-Offload keeps the partitions on the host."""
         if not self._engine.zero_cpu_offload():
             return None
-        given = next((given for given, twin in self._twins.items() if twin is group), group)
         partners = None if self.tensor_parallel is None else self.tensor_parallel.group
-        return WorkPlace(torch.device(self._engine.device), given, partners)
+        return WorkPlace(torch.device(self._engine.device), self._given(group), self._given(partners))
+
+    def _given(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+        """Return the engine's group of which a group is the twin."""
+        return next((given for given, twin in self._twins.items() if twin is group), group)
 
     def refuse_other_attributes(self) -> None:
         """Refuse a wrapper without the attributes that say which tensors it steps.
@@ -398,7 +401,16 @@ class _Bf16(_FlatPartition):
 
 
 class _ZeroThree(DeepSpeedLayout):
-    """Layout of ZeRO-3: flat sub-groups of parameters that are cut into equal pieces, the last ones padded."""
+    """Layout of ZeRO-3: flat sub-groups of parameters that are cut into equal pieces, the last ones padded.
+
+    Pieces that are whole rows are slices, which all ranks compute together. Experts have ranks of their own.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
+        super().__init__(engine, optimizer)
+        ranks = dist.get_world_size(self.group)
+        if ranks > 1 and not (self._cut or engine.has_moe_layers):
+            self.tensor_parallel = TensorParallel.far((tuple(range(ranks)),), self.group)
 
     def _mean_share(self) -> float:
         # The wrapper's reduce-scatter divides by the number of ranks.
@@ -441,7 +453,8 @@ class _ZeroThree(DeepSpeedLayout):
             if getattr(piece, "status", None) is None or piece.status.name == ZeroParamStatus.AVAILABLE.name:
                 weight = piece.data.reshape(-1)[: end - start]
                 self._verify(self._name(parameter), tensor.detach()[offset : offset + end - start], weight)
-            if dist.get_world_size(parameter.ds_process_group) <= dist.get_world_size(self._data):
+            ranks = dist.get_world_size(parameter.ds_process_group)
+            if is_stack(parameter) or ranks <= dist.get_world_size(self._data):
                 slices += self.slices(parameter, start, end, offset)
             else:  # AutoTP leaves it whole, and zero.Init has partitioned it over tensor-parallel ranks, too
                 slices.append(Slice(self._name(parameter), start, end, offset))

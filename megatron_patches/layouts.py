@@ -59,7 +59,8 @@ class MegatronLayout(LayoutSource):
         self.tensor_parallel: TensorParallel | None = groups.tensor_parallel(expert, stage)
         self._groups_there = stage, None if self.tensor_parallel is None else self.tensor_parallel.group
         if self.on_host and self.tensor_parallel is not None:
-            self.tensor_parallel = replace(self.tensor_parallel, group=host_group(self.tensor_parallel.group))
+            group = self.tensor_parallel.group
+            self.tensor_parallel = replace(self.tensor_parallel, group=group and host_group(group))
         self.layer_wise = layer_wise
         self.sharded = any(map(is_sharded, parameters))
         """Whether ``fully_shard`` has cut the parameters."""

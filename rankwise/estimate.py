@@ -20,7 +20,7 @@ from rankwise.comm.owner_plan import MatrixTask
 from rankwise.comm.volume import RankBuffers, batch_buffers, halo_volume, link_volume, matrix_volume, sums_volume
 from rankwise.layout.even_cuts import EvenCuts
 from rankwise.layout.layout import Layout
-from rankwise.layout.layout_source import Slice, TensorContents
+from rankwise.layout.layout_source import RANKS_OF_A_NODE, Slice, TensorContents, TensorParallel
 from rankwise.plan.state_memory import element_states
 from rankwise.plan.step_costs import ScratchMemory, StepCosts
 from rankwise.plan.step_unit import StepUnit
@@ -43,6 +43,9 @@ class RankEstimate:
         element_state_bytes: Bytes of states with one value per element, without the padding of the framework's buffers.
         matrix_state_bytes: Bytes of matrix states that the rank keeps.
         bytes_sent: Bytes sent per step.
+        joint_bytes: Those of them that go to sums and gathers among the ranks that compute slices together.
+        ring_bytes: Bytes that pass each link of a ring of these ranks.
+        ring_ranks: Number of these ranks.
         collectives: Collectives per step.
         periodic_bytes: Bytes sent in addition every ``period`` steps.
         periodic_collectives: Collectives in addition every ``period`` steps.
@@ -62,6 +65,9 @@ class RankEstimate:
     element_state_bytes: int = 0
     matrix_state_bytes: int = 0
     bytes_sent: int = 0
+    joint_bytes: int = 0
+    ring_bytes: float = 0.0
+    ring_ranks: int = 1
     collectives: int = 0
     periodic_bytes: int = 0
     periodic_collectives: int = 0
@@ -80,9 +86,10 @@ class RankEstimate:
         return self.element_state_bytes + self.matrix_state_bytes
 
     def __add__(self, other: RankEstimate) -> RankEstimate:
-        """Add the costs of a rank that takes part in both steps; the longer period counts, and the larger scratch."""
+        """Add the costs of a rank that takes part in both steps; the larger ring, period and scratch count."""
         total = RankEstimate(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
         total.period = max(self.period, other.period)
+        total.ring_ranks = max(self.ring_ranks, other.ring_ranks)
         total.scratch_bytes = max(self.scratch_bytes, other.scratch_bytes)
         return total
 
@@ -164,10 +171,14 @@ def _add(optimizer: ShardedOptimizer, unit: StepUnit, ranks: Sequence[RankEstima
                         keeper.bytes_sent += size
                         owner.periodic_bytes += size
                         borrowed[plan.owners[task.key]] += size
-            for elements in costs.together(batch):
+            for joint in costs.together(batch):
                 for partner in batch.partners:
-                    ranks[partner].bytes_sent += elements * itemsize
-                    ranks[partner].collectives += 1
+                    rank = ranks[partner]
+                    rank.bytes_sent += joint.bytes
+                    rank.joint_bytes += joint.bytes
+                    rank.ring_bytes += joint.passed(len(batch.partners))
+                    rank.ring_ranks = max(rank.ring_ranks, len(batch.partners))
+                    rank.collectives += 1
             for size in costs.periodic_together(batch):
                 for partner in batch.partners:
                     ranks[partner].periodic_bytes += size
@@ -273,7 +284,9 @@ def imagined_units(
     """
     contents, replicated = imagined_contents(optimizer, world, stage, alignment), stage == 0 and world > 1
     # As DeepSpeed and Megatron do.
-    return optimizer.imagine(contents, replicated, spends_gradients=stage > 0, offloaded=offloaded)
+    all_ranks = (tuple(range(world)),)
+    together = TensorParallel.far(all_ranks, None, RANKS_OF_A_NODE) if stage == 3 and world > 1 else None
+    return optimizer.imagine(contents, replicated, stage > 0, offloaded, together)
 
 
 def imagined_contents(

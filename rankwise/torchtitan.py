@@ -143,7 +143,6 @@ def _init(container: OptimizersContainer, config: Any, *, model_parts: list[nn.M
     if not any(group.optimizer_name in OPTIMIZER_NAMES for group in config.param_groups):
         _originals["__init__"](container, config, model_parts=model_parts)
         return
-    _refuse_fault_tolerance(container, config)
     for part in model_parts:
         _annotate(part)
     # A single stage may have no matrices, and no parameter that a pattern matches, but all stages together must.
@@ -158,16 +157,13 @@ def _init(container: OptimizersContainer, config: Any, *, model_parts: list[nn.M
             refuse_unmatched(optimizer.spec.name, patterns, [name for _, names in facts for name in names], key)
 
 
-def _refuse_fault_tolerance(container: OptimizersContainer, config: Any) -> None:
-    """Refuse torchft's container, which hands other replicas the dictionary of states that it took at the start."""
+def _join_replicas(container: OptimizersContainer) -> None:
+    """Let torchft's container give states as they are when it is asked: it would cache those of the start."""
     if any(kind.__name__ == "TorchFTOptimizersContainer" for kind in type(container).__mro__):
-        name = next(group.optimizer_name for group in config.param_groups if group.optimizer_name in OPTIMIZER_NAMES)
-        raise OptionError(
-            f"optimizer_name={shown(name)} is invalid under torchft (fault_tolerance.enable): replicas that join get "
-            "the dictionary that was taken when the optimizer was built, whose tensors must be living ones; rankwise's "
-            "are copies, so that a replica would go on with the states of that time. Leave fault tolerance out, and "
-            "resume from a checkpoint, on any number of ranks; or use AdamW"
-        )
+        for optimizer in _ours(container):
+            optimizer.refuse_replicas()
+        container.state_dict = functools.partial(OptimizersContainer.state_dict, container)  # type: ignore[method-assign]
+        container.init_cache_state_dict = lambda: None  # type: ignore[method-assign]
 
 
 def _refuse_unused(config: Any) -> None:
@@ -184,6 +180,7 @@ def _refuse_unused(config: Any) -> None:
 def _built(container: OptimizersContainer, config: Any, model_parts: list[nn.Module]) -> Facts:
     facts: Facts = {}
     _originals["__init__"](container, config, model_parts=model_parts)
+    _join_replicas(container)
     for optimizer in _ours(container):
         if optimizer.needs_capture:
             mine = next(iter(optimizer.table.parameters.values()))

@@ -71,6 +71,7 @@ def _messages(rank: int, world: int) -> list[int]:
         lambda: dist.all_to_all_single(two, one, async_op=True).wait(),
         lambda: dist.all_gather(parts, one),
         lambda: dist.all_gather_object([None] * world, rank),
+        lambda: dist.reduce_scatter(two, [one] * world),
     )
     found = []
     for call in calls:
@@ -82,7 +83,7 @@ def _messages(rank: int, world: int) -> list[int]:
 
 
 def test_every_message_of_a_step_is_seen() -> None:
-    assert run_ranks(2, _messages) == [[1] * 6] * 2
+    assert run_ranks(2, _messages) == [[1] * 7] * 2
 
 
 def test_what_the_optimizers_call_is_covered() -> None:

@@ -130,7 +130,7 @@ def test_messages_of_narrower_types_need_less() -> None:
     with torch.device("meta"):
         model = Net()
     found = [
-        max(rank.scratch_bytes for rank in estimate(LDAdam(list(model.named_parameters()), rank=4, **options), 4, 3))
+        max(rank.scratch_bytes for rank in estimate(MARS(model.named_parameters(), variant="muon", **options), 4, 3))
         for options in ({}, {"comm_dtype": "bfloat16"})
     ]
     assert found[1] < found[0]

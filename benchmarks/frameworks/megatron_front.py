@@ -80,7 +80,7 @@ def train(task: Task, kind: str, noise: float) -> Weights:
     if settings.get("plain"):
         _train_alone(chunks[0], kind, task)
     else:
-        chunks = _train_wrapped(config, chunks, kind, task)
+        chunks = _train_wrapped(config, chunks, kind, task, end / "half")
     if task.saves:
         return {}
     _save(chunks, end / "end")
@@ -294,7 +294,7 @@ def _built(kind: str, chunks: list[Any], settings: Mapping[str, Any]) -> Any:
     return get_megatron_optimizer(config, chunks)
 
 
-def _train_wrapped(config: Any, chunks: list[Any], kind: str, task: Task) -> list[Any]:
+def _train_wrapped(config: Any, chunks: list[Any], kind: str, task: Task, half: Path) -> list[Any]:
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -321,7 +321,7 @@ def _train_wrapped(config: Any, chunks: list[Any], kind: str, task: Task) -> lis
     if overlap:
         config.no_sync_func = chunks[0].no_sync
     if task.loads:
-        _restore(chunks, optimizer, task, kind)
+        _restore(chunks, optimizer, half)
     ways, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     forward = functools.partial(_forward, task.place)
     for step in task.steps:
@@ -344,7 +344,7 @@ def _train_wrapped(config: Any, chunks: list[Any], kind: str, task: Task) -> lis
         for chunk in chunks:
             chunk.start_param_sync(force_sync=True)
     if task.saves:
-        _keep(chunks, optimizer, task, kind)
+        _keep(chunks, optimizer, half)
     return chunks
 
 
@@ -378,21 +378,16 @@ def _whole_state(chunks: list[Any], optimizer: Any, loading: bool) -> dict[str, 
     return states
 
 
-def _keep(chunks: list[Any], optimizer: Any, task: Task, kind: str) -> None:
+def _keep(chunks: list[Any], optimizer: Any, half: Path) -> None:
     from megatron.core import dist_checkpointing
 
-    dist_checkpointing.save(_whole_state(chunks, optimizer, False), _place_of(task, kind))
+    half.mkdir(parents=True, exist_ok=True)
+    dist_checkpointing.save(_whole_state(chunks, optimizer, False), str(half))
 
 
-def _restore(chunks: list[Any], optimizer: Any, task: Task, kind: str) -> None:
+def _restore(chunks: list[Any], optimizer: Any, half: Path) -> None:
     from megatron.core import dist_checkpointing
 
-    states = dist_checkpointing.load(_whole_state(chunks, optimizer, True), _place_of(task, kind))
+    states = dist_checkpointing.load(_whole_state(chunks, optimizer, True), str(half))
     _bare(chunks[0]).load_state_dict(states["model"])
     optimizer.load_state_dict(states["optimizer"])
-
-
-def _place_of(task: Task, kind: str) -> str:
-    path = Path(task.folder(kind, 0.0)) / "half"
-    path.mkdir(exist_ok=True)
-    return str(path)

@@ -89,9 +89,11 @@ def cost(found: Figures, device: Device, links: Links, tokens: int, efficiency: 
         bytes_sent = rank.bytes_sent + rank.periodic_bytes / rank.period
         collectives = rank.collectives + rank.periodic_collectives / rank.period
         passes = (rank.elements * _UPDATE + 2 * rank.element_state_bytes) / bandwidth
-        memory, messages = max(memory, passes), max(messages, seconds(bytes_sent, collectives))
+        around = links.ring_seconds(rank.ring_bytes, rank.ring_ranks)
+        in_pairs = bytes_sent - rank.joint_bytes
+        memory, messages = max(memory, passes), max(messages, around + seconds(in_pairs, collectives))
         # All other messages come first: sums, and what owners get.
-        first = seconds(bytes_sent - matrices.bytes, collectives - matrices.collectives)
+        first = around + seconds(in_pairs - matrices.bytes, collectives - matrices.collectives)
         free.append(first + passes - _DELIVERY * later / bandwidth)
     speeds = Speeds(message, lambda flops: flops / rate, lambda elements: _DELIVERY * elements / bandwidth)
     for pipeline in found.pipelines:

@@ -86,6 +86,16 @@ class Links:
         stays = sent * here / (ranks - 1) if ranks > 1 else 0.0
         return stays, sent - stays
 
+    def ring_seconds(self, passed: float, ranks: int) -> float:
+        """Return the seconds in which bytes pass each link of a ring; at a node's border all of its cards share them.
+
+        Args:
+            passed: Bytes that pass each link.
+            ranks: Number of ranks in the ring.
+        """
+        border = self.per_node * self.across if ranks > self.per_node else self.inside
+        return passed / (min(self.inside, border) * 1e9)
+
     def seconds(self, inside: float, across: float, collectives: float) -> float:
         """Return the seconds of messages that do not wait and do not overlap with anything."""
         return inside / (self.inside * 1e9) + across / (self.across * 1e9) + collectives * (self.latency * 1e-6)

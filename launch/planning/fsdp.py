@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from rankwise.fsdp.placements import Runs, copy_ranks, held_runs, slices_of
 from rankwise.launch.planning.cluster import COPIES, ROWS, TENSOR, Mesh
-from rankwise.layout.layout_source import LayoutSource, TensorContents, TensorParallel
+from rankwise.layout.layout_source import RANKS_OF_A_NODE, LayoutSource, TensorContents, TensorParallel
 
 __all__ = ["MeshSource", "contents_on_mesh", "placements_of", "tensor_parallel_dims"]
 
@@ -136,7 +136,7 @@ class MeshSource(LayoutSource):
                 sets[together] += prod(parameter.shape)
         if sets:
             chosen = max(sets, key=lambda found: (sets[found], found))
-            self.tensor_parallel = TensorParallel(chosen, None, near=False)  # type: ignore[arg-type]
+            self.tensor_parallel = TensorParallel.far(chosen, None, RANKS_OF_A_NODE)
 
     def contents(self, tensor: torch.Tensor) -> TensorContents:
         """No rank has tensors here."""

@@ -253,7 +253,7 @@ class StageSource(LayoutSource):
         self.spends_gradients = cluster.distributed or cluster.precision != "fp32"
         if cluster.tp > 1:
             sets = (tuple(range(first * cluster.tp, (first + 1) * cluster.tp)) for first in range(cluster.dp))
-            self.tensor_parallel = TensorParallel(tuple(sets), None)  # type: ignore[arg-type]
+            self.tensor_parallel = TensorParallel(tuple(sets), None)
 
     def contents(self, tensor: torch.Tensor) -> TensorContents:
         """No rank has tensors here."""

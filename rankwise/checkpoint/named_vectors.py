@@ -22,6 +22,7 @@ from rankwise.layout.chunked_vectors import CheckpointError, ChunkedVector, Name
 from rankwise.layout.dtensors import local_view
 from rankwise.layout.layout import Shard
 from rankwise.plan.kept_states import initial_part
+from rankwise.saving.shared_matrices import homes
 from rankwise.states.declared_states import StatePart
 from rankwise.states.matrix_states import MatrixState, kept_by
 from rankwise.states.optimizer_spec import MOMENTS
@@ -318,6 +319,8 @@ def _owned_destinations(optimizer: ShardedOptimizer, stored: NamedVectors) -> di
     # This place sees the states of all matrices, and is reached only once, so the warning comes from here.
     carried = optimizer.saved.carrier.carried(saved, announce=optimizer.planner.rank == 0)
     owners = optimizer.owners()
+    for unit in optimizer.planned_units:
+        owners |= homes(unit)
     return {
         key: {name: torch.empty(stored[path][0], dtype=stored[path][1], device="cpu") for name, path in state.items()}
         for key, state in carried.items()

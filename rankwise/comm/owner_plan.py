@@ -196,7 +196,8 @@ def plan_matrices(
     parts = [task for task in tasks if task.whole is not None]
     partners, loads = _assign_partners(parts, slices or {}, loads, kept)
     whole = [task for task in tasks if task.whole is None]
-    batch_elements = max([batch_elements, *(_elements(layout, task) for task in whole)])
+    sliced = (prod(matrix.shape) * matrix.count for matrix in (slices or {}).values())
+    batch_elements = max([batch_elements, *(_elements(layout, task) for task in whole), *sliced])
     owners, loads = assign_owners(whole, _held(layout, whole), loads, kept=kept)
     batches = [
         *_joint_batches(layout, parts, partners, batch_elements),

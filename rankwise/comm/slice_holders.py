@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,6 +23,7 @@ class Holders(NamedTuple):
         gather: Stacks the holders' tensors, (holders, ...), alike for all of them.
         ranks: Their number.
         largest: The largest of each number of a tensor over the holders, alike for all of them.
+        scatter: Sums a tensor (holders, ...) over the holders, and gives each of them its part.
     """
 
     rank: int
@@ -29,6 +31,7 @@ class Holders(NamedTuple):
     gather: Callable[[Tensor], Tensor]
     ranks: int = 1
     largest: Callable[[Tensor], Tensor] = lambda values: values
+    scatter: Callable[[Tensor], Tensor] = lambda values: values[0]
 
 
 def holders_of(group: dist.ProcessGroup | None, traffic: Traffic) -> Holders:
@@ -58,4 +61,14 @@ def holders_of(group: dist.ProcessGroup | None, traffic: Traffic) -> Holders:
     def largest(values: Tensor) -> Tensor:
         return reduce(values, dist.ReduceOp.MAX)
 
-    return Holders(dist.get_rank(group), add, gather, dist.get_world_size(group), largest)
+    def scatter(values: Tensor) -> Tensor:
+        values = values.contiguous()
+        traffic.count(values)
+        if values.device.type == "cpu":  # not every version of gloo scatters sums
+            dist.all_reduce(values, group=group)
+            return values[dist.get_rank(group)]
+        result = torch.empty_like(values[0])
+        dist.reduce_scatter(result, list(values.unbind()), group=group)
+        return result
+
+    return Holders(dist.get_rank(group), add, gather, dist.get_world_size(group), largest, scatter)

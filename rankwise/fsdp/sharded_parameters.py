@@ -197,7 +197,7 @@ class ShardedParameters(WholeParameters):
         place = {rank: number for number, rank in enumerate(dist.get_process_group_ranks(self.group))}
         sets = tuple(tuple(place[rank] for rank in ranks) for ranks in chosen.sets)
         whole = list(chosen.mine) == dist.get_process_group_ranks(self.group)
-        return TensorParallel(sets, self.group if whole else self._group_of(chosen.mine, chosen.group), near=False)
+        return TensorParallel.far(sets, self.group if whole else self._group_of(chosen.mine, chosen.group))
 
     def mesh(self) -> Any:
         """A one-dimensional mesh of all ranks; None for one rank."""

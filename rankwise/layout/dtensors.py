@@ -109,7 +109,8 @@ def cut_as(value: Tensor, owner: Tensor) -> Tensor:
         return distribute_tensor(value.to(owner.device), wanted.device_mesh, wanted.placements, src_data_rank=None)
     given: Any = value
     if given.device_mesh == wanted.device_mesh and given.placements == wanted.placements:
-        return value
+        # The mesh of another process, which has sent its part, has no groups here.
+        return value if given.device_mesh is wanted.device_mesh else sharded_like(owner, local_view(value))
     return cut_as(given.full_tensor(), owner)
 
 

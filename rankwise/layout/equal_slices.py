@@ -6,7 +6,7 @@ Such slices need not be gathered: their owners compute one matrix together, each
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -69,20 +69,30 @@ def find_slices(layout: Layout, keys: Iterable[str], sets: Sequence[Sequence[int
         have no such slices, or of whose slices no set holds the same number on each of its ranks.
     """
     straddlers = set(layout.straddlers)
+    # Layers are alike, and a matrix may have thousands of shards.
+    found: dict[Hashable, SlicedMatrix | None] = {}
     matrices = {}
     for key in keys:
-        if key not in straddlers:
-            continue
-        shards = [(rank, part) for rank, parts in layout.holders[key].items() for part in parts]
-        for axis, count in _cuts([part for _, part in shards], layout.shapes[key]):
-            rows, columns = layout.shapes[key]
-            shape = (rows // count, columns) if axis == 0 else (rows, columns // count)
-            matrix = SlicedMatrix(key, axis, shape, count, ())
-            owners = _owners(matrix, shards, sets)
-            if owners:
-                matrices[key] = replace(matrix, owners=owners)
-                break
+        if key in straddlers:
+            cut = layout.shapes[key], layout.cut_of(key)
+            if cut not in found:
+                found[cut] = _slices_of(layout, key, sets)
+            matrix = found[cut]
+            if matrix is not None:
+                matrices[key] = replace(matrix, key=key)
     return matrices
+
+
+def _slices_of(layout: Layout, key: str, sets: Sequence[Sequence[int]]) -> SlicedMatrix | None:
+    shards = [(rank, part) for rank, parts in layout.holders[key].items() for part in parts]
+    for axis, count in _cuts([part for _, part in shards], layout.shapes[key]):
+        rows, columns = layout.shapes[key]
+        shape = (rows // count, columns) if axis == 0 else (rows, columns // count)
+        matrix = SlicedMatrix(key, axis, shape, count, ())
+        owners = _owners(matrix, shards, sets)
+        if owners:
+            return replace(matrix, owners=owners)
+    return None
 
 
 def _cuts(shards: Sequence[Shard], shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
@@ -129,4 +139,4 @@ def in_slices(layout: Layout, matrices: Mapping[str, SlicedMatrix]) -> Layout:
         tuple(matrices[part.key].place(part) if part.key in matrices else part for part in parts)
         for parts in layout.ranks
     )
-    return replace(layout, ranks=ranks)
+    return Layout(ranks, layout.rank, layout.group, layout.replicated, layout.imagined)

@@ -6,7 +6,7 @@ equal for all matrices of a shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
@@ -137,6 +137,13 @@ class EvenLayout(Layout):
             elements[last] -= (last + 1) * run.share - end
             shares[sign] = elements
         return shares[sign]
+
+    def cut_of(self, key: str) -> Hashable:
+        """Which ranks hold which parts of a key, to compare with other keys."""
+        if key in self._block_of:
+            return super().cut_of(key)
+        run = self._runs[key]
+        return run.first, run.share
 
     def gathered(self, key: str, owner: int) -> Mapping[int, int]:
         """Elements of a key by rank; there are no copies to choose from."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -126,6 +126,11 @@ class Layout:
     def elements(self, key: str) -> Mapping[int, int]:
         """Elements of a key by rank, all copies counted."""
         return {rank: sum(part.numel for part in parts) for rank, parts in self.holders[key].items()}
+
+    def cut_of(self, key: str) -> Hashable:
+        """Which ranks hold which parts of a key, to compare with other keys."""
+        parts = ((rank, part) for rank, held in self.holders[key].items() for part in held)
+        return tuple((rank, part.start, part.end, part.columns, part.copy) for rank, part in parts)
 
     def gathered(self, key: str, owner: int) -> Mapping[int, int]:
         """Elements by rank of the copy of a key that ``owner`` gathers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ __all__ = [
     "Slice",
     "TensorContents",
     "TensorParallel",
+    "RANKS_OF_A_NODE",
     "WholeParameters",
     "WorkPlace",
     "layout_with",
@@ -92,20 +94,28 @@ class TensorContents:
     slices: tuple[Slice, ...]
 
 
+RANKS_OF_A_NODE = 8
+"""What is assumed of ranks that are imagined."""
+SLOWER_IN_PAIRS = 4.0
+"""Across nodes, where data sheets say 300 GB/s to 50: of a ring all cards of a node carry a part of each byte."""
+
+
 @dataclass(frozen=True)
 class TensorParallel:
     """The tensor-parallel groups among the ranks of a layout.
 
     Attributes:
         sets: Ranks of each tensor-parallel group, as positions in the layout's group; the same on every rank.
-        group: Tensor-parallel group of this rank.
+        group: Tensor-parallel group of this rank; None for imagined ranks.
         near: Whether messages in a group are cheap, as inside a node; else matrices are computed together only where
             that sends less than if one rank gathered them.
+        slower_in_pairs: How many times as long a byte takes from any rank to any other as around a ring of all.
     """
 
     sets: tuple[tuple[int, ...], ...]
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     near: bool = True
+    slower_in_pairs: float = 1.0
 
     @classmethod
     def among(cls, everyone: dist.ProcessGroup, group: dist.ProcessGroup) -> TensorParallel:
@@ -114,6 +124,22 @@ class TensorParallel:
         dist.all_gather_object(ranks_of, dist.get_process_group_ranks(group), group=everyone)
         sets = {tuple(dist.get_group_rank(everyone, rank) for rank in ranks) for ranks in ranks_of}
         return cls(tuple(sorted(sets)), group)
+
+    @classmethod
+    def far(
+        cls, sets: tuple[tuple[int, ...], ...], group: dist.ProcessGroup | None, per_node: int | None = None
+    ) -> TensorParallel:
+        """Ranks that are far from one another.
+
+        Args:
+            sets: See the class.
+            group: See the class.
+            per_node: Ranks of a node; None: as the launchers of torch and DeepSpeed say, else all.
+        """
+        ranks = max(map(len, sets))
+        said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks
+        local = per_node or int(said)
+        return cls(sets, group, near=False, slower_in_pairs=SLOWER_IN_PAIRS if ranks > local else 1.0)
 
 
 class WorkPlace(NamedTuple):
@@ -143,8 +169,8 @@ class LayoutSource(ABC):
         missing_alike: Whether each of the optimizer's tensors is one parameter, of which all ranks have a tensor, and a
             missing gradient is missing on all of them: the parameter then takes no step, as in one process. Else a
             missing gradient counts as zeros.
-        tensor_parallel: Where tensor parallelism cuts matrices, the ranks that may compute one together, slice by
-            slice; checkpoints must then take states of slices. None: every matrix is computed by one rank.
+        tensor_parallel: Where ranks hold slices of matrices, those that may compute one together, slice by slice;
+            checkpoints must then take states of slices. None: every matrix is computed by one rank.
         spends_gradients: Whether nobody reads the gradients of the optimizer's tensors after the step, so that their
             memory may be overwritten.
     """

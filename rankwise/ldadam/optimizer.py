@@ -23,7 +23,7 @@ from rankwise.ldadam.working_shards import reply_of
 from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError
 from rankwise.plan.notes import Note
-from rankwise.plan.step_costs import ScratchMemory, StepCosts, tables
+from rankwise.plan.step_costs import Joint, ScratchMemory, StepCosts, tables
 from rankwise.plan.step_unit import Bucket, Collectives, StepUnit
 from rankwise.states.matrix_states import MatrixState
 from rankwise.step.first_order import fallback_step
@@ -100,12 +100,13 @@ class LDAdam(ShardedOptimizer):
 
     def _slices(self, unit: StepUnit) -> dict[str, SlicedMatrix]:
         """The matrices that ranks compute together."""
-        together = self.planner.source.tensor_parallel
-        if together is None:
+        together = self.planner.together
+        if together is None or (self.spec.capturable and not together.near):
             return {}
         slices = find_slices(unit.layout, unit.keys("matrix"), together.sets)
         if not together.near:
-            slices = {key: matrix for key, matrix in slices.items() if self._sends_less(unit, matrix)}
+            slower = together.slower_in_pairs
+            slices = {key: matrix for key, matrix in slices.items() if self._sends_less(unit, matrix, slower)}
         if slices and self.spec.capturable:
             raise OptionError(
                 f"{self.spec.name}: capturable=True is invalid under tensor parallelism: it must be false where ranks "
@@ -113,20 +114,21 @@ class LDAdam(ShardedOptimizer):
             )
         return slices
 
-    def _sends_less(self, unit: StepUnit, matrix: SlicedMatrix) -> bool:
+    def _sends_less(self, unit: StepUnit, matrix: SlicedMatrix, slower: float) -> bool:
         group = unit.parameters[matrix.key].group
         partners, products = len(set(matrix.owners[0])), 2 if group["error_feedback"] else 1
-        return self._signature(unit, matrix.key).sends_less_in_slices(matrix.axis, partners, products)
+        return self._signature(unit, matrix.key).sends_less_in_slices(matrix.axis, partners, products, slower)
 
     def step_costs(self, unit: StepUnit) -> StepCosts:
         """See the base class: the returned factors, and what owners of slices tell each other."""
 
-        def together(batch: Batch) -> tuple[int, ...]:
+        def together(batch: Batch) -> tuple[Joint, ...]:
             signature: LowRankSignature = batch.signature
             if signature.cut is None:
                 return ()
             sizes = exchanged(signature.cut, signature.short, signature.long, signature.rank)
-            return tuple(batch.sliced * size for size in sizes)
+            width = batch.sliced * unit.dtype.itemsize
+            return tuple(Joint(width * size, "gather" if gathered else "sum") for size, gathered in sizes)
 
         alone = partial(scratch_alone, narrow=self.spec.has_narrow_subspaces)
         return StepCosts(

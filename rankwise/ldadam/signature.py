@@ -63,18 +63,22 @@ class LowRankSignature(NamedTuple):
         """The side of this whole matrix that slices of its rows (0) or columns (1) cut."""
         return "long" if self.right == (axis == 0) else "short"
 
-    def sends_less_in_slices(self, axis: int, partners: int, products: int) -> bool:
+    def sends_less_in_slices(self, axis: int, partners: int, products: int, slower: float = 1.0) -> bool:
         """Whether ranks compute this whole matrix together for less than if one gathered it and returned the factors.
 
         Args:
             axis: Of which they have slices.
             partners: Ranks, with equal shares.
             products: See :meth:`factors_length`.
+            slower: How many times as long an element takes between two ranks as around a ring.
         """
         # All ranks' together, over their number less one; a ring sends twice what it sums.
-        together = 2 * sum(exchanged(self.cut_along(axis), self.short, self.long, self.rank))
+        messages = exchanged(self.cut_along(axis), self.short, self.long, self.rank)
+        together = sum(size * (partners if gathered else 2) for size, gathered in messages)
         share = self.rows * self.columns / partners
-        return together <= share + min(self.factors_length(products), products * share)
+        if (self.rows, self.columns)[axis] < partners * self.rank:
+            return False  # what owners keep whole, a basis or moments, would be more than their part of the matrix
+        return together <= slower * (share + min(self.factors_length(products), products * share))
 
 
 def scratch_alone(tasks: Sequence[MatrixTask], narrow: bool = False) -> int:

@@ -30,8 +30,8 @@ __all__ = ["Cut", "exchanged", "next_basis_of_slices", "project_slices"]
 Cut = Literal["long", "short"]
 
 
-def exchanged(cut: Cut, short: int, long: int, rank: int) -> tuple[int, ...]:
-    """Elements of one matrix in each message of a step after the first, in order.
+def exchanged(cut: Cut, short: int, long: int, rank: int) -> tuple[tuple[int, bool], ...]:
+    """Elements of one matrix in each message of a step after the first, and whether it is a gather, in order.
 
     Args:
         cut: The side that is cut.
@@ -41,8 +41,8 @@ def exchanged(cut: Cut, short: int, long: int, rank: int) -> tuple[int, ...]:
     """
     gram = (1 + rank) * rank
     if cut == "long":
-        return gram, short * rank
-    return long * rank, gram, rank * rank, (long + rank) * rank
+        return (gram, True), (short * rank, False)
+    return (long * rank, False), (gram, True), (rank * rank, True), ((long + rank) * rank, False)
 
 
 def next_basis_of_slices(

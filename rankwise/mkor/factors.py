@@ -67,9 +67,9 @@ class KroneckerFactors:
         return product_dtype_for(device, dtype) if self._options.factor_dtype == "bfloat16" else dtype
 
     @property
-    def narrow_sums(self) -> bool:
-        """Whether sums over the holders of slices travel in bfloat16, as messages in few bits are asked for."""
-        return self._options.comm_dtype is not None
+    def comm_dtype(self) -> str | None:
+        """Type of messages: in any, sums over the holders of slices travel in bfloat16."""
+        return self._options.comm_dtype
 
     @property
     def rescales(self) -> bool:

@@ -29,13 +29,13 @@ from rankwise.mkor.preconditioned_matrices import (
     uncaptured_tasks,
 )
 from rankwise.mkor.preconditioning import scratch_of
-from rankwise.mkor.sliced_windows import exchanged, sends_less
+from rankwise.mkor.sliced_windows import coded_wire, exchanged, sends_less
 from rankwise.mkor.spec import MKORSpec
 from rankwise.mkor.workspace import SPACE
 from rankwise.options.constructor import options_as_keywords
 from rankwise.plan.kept_states import fetch_kept_states, refuse_stranded, return_kept_states
 from rankwise.plan.notes import Note
-from rankwise.plan.step_costs import ScratchMemory, StepCosts
+from rankwise.plan.step_costs import Joint, ScratchMemory, StepCosts
 from rankwise.plan.step_unit import Bucket, Collectives, StepUnit
 from rankwise.statistics.collector import Collector
 from rankwise.statistics.factor_vectors import LayerVectors
@@ -246,7 +246,7 @@ class MKOR(ShardedOptimizer):
 
         Of far ranks all must take part: sets of them would wait for one another.
         """
-        together = self.planner.source.tensor_parallel
+        together = self.planner.together
         signatures = {task.key: task.signature for task in tasks if divisible(task.signature)}
         if together is None or not signatures:
             return {}
@@ -265,21 +265,26 @@ class MKOR(ShardedOptimizer):
         shape = list(matrix.shape)
         shape[matrix.axis] *= matrix.count
         wire, block = wire_of(self.options.comm_dtype, unit.dtype), 1 << 10
-        widths = (*self._widths(unit), wire.bytes_of(block) / block)
-        return sends_less(self.options.window, (shape[0], shape[1]), matrix.axis, matrix.count, widths)
+        together = self.planner.together
+        slower = 1.0 if together is None else together.slower_in_pairs
+        widths = (*self._widths(unit), slower * wire.bytes_of(block) / block)
+        cut = (shape[0], shape[1]), matrix.axis, matrix.count
+        return sends_less(self.options.window, *cut, widths, coded_wire(self.options.comm_dtype, unit.dtype))
 
     def _widths(self, unit: StepUnit) -> tuple[int, int]:
         """Bytes of an element in the sums of products of slices, and in the gathers of vectors."""
         summed = 2 if self.options.comm_dtype else unit.dtype.itemsize
         return summed, getattr(torch, self.options.factor_dtype).itemsize
 
-    def _together(self, unit: StepUnit, batch: Batch) -> tuple[int, ...]:
-        """Elements of the messages between ranks that compute slices together."""
+    def _together(self, unit: StepUnit, batch: Batch) -> tuple[Joint, ...]:
+        """The messages between ranks that compute slices together."""
         signature: LayerSignature = batch.signature
         if signature.cut is None:
             return ()
-        sizes = exchanged(signature.window, signature.whole_shape, signature.cut, signature.slices, self._widths(unit))
-        return tuple(-(-batch.sliced * size // unit.dtype.itemsize) for size in sizes[: 2 + self._factors.rescales])
+        matrix = signature.window, signature.whole_shape, signature.cut, signature.slices
+        wire = coded_wire(self.options.comm_dtype, unit.dtype)
+        joint = exchanged(*matrix, self._widths(unit), wire, batch.sliced)
+        return joint if self._factors.rescales else joint[:-1]
 
     def _at_factor_steps(self, unit: StepUnit, batch: Batch) -> tuple[int, ...]:
         """Bytes of the further messages of factor steps: vectors of the side that is cut, and norms for each side."""
@@ -288,8 +293,11 @@ class MKOR(ShardedOptimizer):
             return ()
         matrices, window = batch.sliced, signature.window
         shape, (_, of_vector) = signature.whole_shape, self._widths(unit)
-        own, sides = shape[signature.cut], [side for side in shape if side <= self.options.max_factor_dim]
-        vectors = [matrices * window * (own // signature.slices) * of_vector] * (own in sides)
+        sides = [side for side in shape if side <= self.options.max_factor_dim]
+        # Of the side that is not cut every step gathers the vectors; exact ones are gathered where those are coded.
+        coded = coded_wire(self.options.comm_dtype, unit.dtype) is not None
+        exact = [shape[signature.cut], *[shape[1 - signature.cut]] * coded]
+        vectors = [matrices * window * side // signature.slices * of_vector for side in exact if side in sides]
         if self.options.stabilizer is None:
             return tuple(vectors)
         of_norm = max(4, of_vector, unit.dtype.itemsize)

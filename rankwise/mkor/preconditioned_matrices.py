@@ -23,7 +23,7 @@ from rankwise.mkor.layer_signature import LayerSignature, layer_of
 from rankwise.mkor.local_matrices import LocalMatrixPlan
 from rankwise.mkor.preconditioning import Preconditioned
 from rankwise.mkor.sketches import Sketches
-from rankwise.mkor.sliced_windows import SlicedWindows
+from rankwise.mkor.sliced_windows import SlicedWindows, coded_wire
 from rankwise.mkor.workspace import SPACE, Workspace
 from rankwise.options.validation import OptionError
 from rankwise.plan.notes import Note
@@ -123,15 +123,17 @@ class MKORRule(MatrixRule):
         signature: LayerSignature = batch.signature
         assert signature.cut is not None
         states = [self._state_of(task) for task in tasks]
-        slices = SlicedWindows(signature.cut, states, self._holders(), self._factors.narrow_sums)
-        others = slices.gathered(slices.other, range(len(tasks)))
+        coded = coded_wire(self._factors.comm_dtype, self.unit.dtype)
+        slices = SlicedWindows(signature.cut, states, self._holders(), self._factors.comm_dtype is not None, coded)
+        others = [] if coded is not None else slices.gathered(slices.other, range(len(tasks)))
         for decay, places in self._due_by_decay(tasks).items():
             own = slices.gathered(slices.own, places)
-            moving = [slices.whole(place, one, others[place]) for place, one in zip(places, own, strict=True)]
+            other = [others[place] for place in places] if others else slices.gathered(slices.other, places)
+            moving = [slices.whole(*windows) for windows in zip(places, own, other, strict=True)]
             chosen = [tasks[place] for place in places]
             counts = self._factors.move(chosen, moving, self._vectors_of(chosen), decay, slices.norms)
             slices.keep(slices.own, places, own)
-            slices.keep(slices.other, places, [others[place] for place in places])
+            slices.keep(slices.other, places, other)
             if self.unit.layout.rank == batch.partners[0]:  # one of them counts for all
                 self._count(*counts)
         matrices = stack.view(len(tasks), signature.outputs, signature.inputs)

@@ -4,31 +4,43 @@ Of a matrix whose rows are cut, a rank preconditions its own rows. It keeps the 
 factor inverse, ``W_L``, and some of the vectors of the other one, ``W_R``. With all of ``W_R``, which the ranks gather,
 and the sum over them of ``W_L D``, of K x n, the rest is done by every rank for itself; so it is for columns, with the
 sides in each other's places. The norm of the stabilizer is taken of the rows of J in turns.
+
+Where messages are in codes of 8 bits, each rank sums a part of ``W_L D``, of terms in bfloat16, and the ranks gather
+the codes of these parts and of ``W_R``. Factors move by exact vectors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rankwise.comm.message_format import WireFormat
+from rankwise.comm.quantized_messages import wire_of
 from rankwise.comm.slice_holders import Holders
 from rankwise.mkor.rule import FactorNorm, rescale_to_norm
 from rankwise.mkor.vector_windows import Window, factor_of, multiply_, window_norms
+from rankwise.plan.step_costs import Joint
 from rankwise.states.matrix_states import MatrixState
 
-__all__ = ["SlicedWindows", "exchanged", "sends_less"]
+__all__ = ["SlicedWindows", "coded_wire", "exchanged", "sends_less"]
 
 _SIDES = ("left", "right")
 
 
 def exchanged(
-    window: int, shape: tuple[int, int], axis: int, holders: int, widths: tuple[int, int]
-) -> tuple[int, int, int]:
-    """Bytes of one matrix that a rank hands over in a step: to a sum, vectors to a gather, and to the sum of norms.
+    window: int,
+    shape: tuple[int, int],
+    axis: int,
+    holders: int,
+    widths: tuple[int, int],
+    wire: WireFormat | None = None,
+    matrices: int = 1,
+) -> tuple[Joint, ...]:
+    """The messages of a step for matrices of one shape: vectors to a gather, the sum of products, and that of norms.
 
     Args:
         window: K.
@@ -36,12 +48,37 @@ def exchanged(
         axis: The one that is cut.
         holders: Number of slices.
         widths: Bytes of an element in the sum, and of one of the vectors.
+        wire: Format of codes; None: nothing is coded.
+        matrices: Their number.
     """
-    other, (of_sum, of_vector) = shape[1 - axis], widths
-    return window * other * of_sum, window * other // holders * of_vector, 16
+    elements, (of_sum, of_vector) = matrices * window * shape[1 - axis], widths
+    norms = Joint(16 * matrices)
+    if wire is None:
+        return Joint(elements // holders * of_vector, "gather"), Joint(elements * of_sum), norms
+    part = _part(elements, holders, wire)
+    codes = wire.bytes_of(part) + wire.bytes_of(elements // holders)
+    return Joint(holders * part * of_sum, "scatter"), Joint(codes, "gather"), norms
 
 
-def sends_less(window: int, shape: tuple[int, int], axis: int, holders: int, widths: tuple[int, int, float]) -> bool:
+def coded_wire(name: str | None, dtype: torch.dtype) -> WireFormat | None:
+    """The format of messages of this name, if it has codes."""
+    wire = wire_of(name, dtype)
+    return wire if wire.block > 1 else None
+
+
+def _part(elements: int, holders: int, wire: WireFormat) -> int:
+    """Elements of the part of a sum that one rank has: whole blocks."""
+    return -(-elements // (holders * wire.block)) * wire.block
+
+
+def sends_less(
+    window: int,
+    shape: tuple[int, int],
+    axis: int,
+    holders: int,
+    widths: tuple[int, int, float],
+    wire: WireFormat | None = None,
+) -> bool:
     """Whether slices send less than if one rank gathered the matrix and returned the result.
 
     Args:
@@ -50,11 +87,12 @@ def sends_less(window: int, shape: tuple[int, int], axis: int, holders: int, wid
         axis: The one that is cut.
         holders: Number of slices.
         widths: As :func:`exchanged` takes them; and bytes of an element of the matrix on its way.
+        wire: As :func:`exchanged` takes it.
     """
     *own, of_matrix = widths
-    summed, gathered, _ = exchanged(window, shape, axis, holders, (own[0], own[1]))
-    # By all ranks together, over their number less one; a ring sends twice what it sums.
-    return 2 * summed + gathered * holders < 2 * shape[0] * shape[1] / holders * of_matrix
+    joint = exchanged(window, shape, axis, holders, (own[0], own[1]), wire)
+    in_pairs = 2 * shape[0] * shape[1] / holders * (holders - 1) / holders * of_matrix
+    return sum(message.passed(holders) for message in joint[:-1]) < in_pairs
 
 
 @dataclass(frozen=True)
@@ -66,12 +104,14 @@ class SlicedWindows:
         states: This rank's states of the slices.
         holders: The ranks that have the slices.
         narrow: Whether sums travel in bfloat16.
+        wire: Format of codes; None: nothing is coded.
     """
 
     axis: int
     states: Sequence[MatrixState]
     holders: Holders
     narrow: bool
+    wire: WireFormat | None = None
 
     @property
     def own(self) -> str:
@@ -127,17 +167,18 @@ class SlicedWindows:
 
         Args:
             matrix: (matrices, rows, columns), the slices; read only.
-            other: Whole windows of the side that is not cut.
+            other: Whole windows of the side that is not cut; not needed where messages are coded.
             product: Type of the products.
             rescale: Whether the results get the norms of the gradients.
         """
         own: list[Any] = [factor_of(state, self.own) for state in self.states]
-        own_window, other_window = (None if side[0] is None else Window.of(side) for side in (own, list(other)))
+        own_window = None if own[0] is None else Window.of(own)
         whole = matrix.to(product, copy=True)
-        if self.axis == 0:
-            multiply_(whole, own_window, other_window, (self._sum, None))
+        if self.wire is not None:
+            self._multiply_coded_(whole, own_window, self.wire)
         else:
-            multiply_(whole, other_window, own_window, (None, self._sum))
+            other_window = None if other[0] is None else Window.of(list(other))
+            self._multiply_(whole, own_window, other_window, self._sum)
         result = whole.to(matrix.dtype)
         if not rescale:
             return result
@@ -145,9 +186,48 @@ class SlicedWindows:
         norms = self.holders.add(torch.stack(own_norms).square()).sqrt().to(matrix.dtype)
         return rescale_to_norm(result, matrix, *norms)
 
+    def _multiply_(
+        self, whole: Tensor, own: Window | None, other: Window | None, add: Callable[[Tensor], Tensor]
+    ) -> None:
+        if self.axis == 0:
+            multiply_(whole, own, other, (add, None))
+        else:
+            multiply_(whole, other, own, (None, add))
+
+    def _multiply_coded_(self, whole: Tensor, own: Window | None, wire: WireFormat) -> None:
+        """The side that is cut comes first: the vectors of the other one travel with its sums, in one message."""
+        name, holders = f"{self.other}_vectors", self.holders
+        vectors = [torch.stack([state[name] for state in self.states])] if name in self.states[0] else []
+        arrived: list[Tensor] = []
+
+        def add(values: Tensor) -> Tensor:
+            flat = _padded(values.reshape(-1).to(torch.bfloat16), holders.ranks * wire.block)
+            part, *arrived[:] = self._coded([holders.scatter(flat.view(holders.ranks, -1)), *vectors], wire)
+            return part.reshape(-1)[: values.numel()].view_as(values).to(values.dtype)
+
+        self._multiply_(whole, own, None, add)
+        if vectors:
+            (parts,) = arrived or self._coded(vectors, wire)
+            weights = [state[f"{self.other}_weights"] for state in self.states]
+            windows = map(Window, torch.cat(parts.unbind(0), dim=-2), weights)
+            self._multiply_(whole, None, Window.of(list(windows)), add)
+
+    def _coded(self, values: Sequence[Tensor], wire: WireFormat) -> list[Tensor]:
+        """What all holders have, (holders, ...) for each, rounded alike for all of them."""
+        filled = [_padded(value.reshape(-1).to(wire.joined), wire.block) for value in values]
+        read = wire.read(self.holders.gather(wire.write(torch.cat(filled))).view(-1)).view(self.holders.ranks, -1)
+        parts = zip(values, read.split([len(value) for value in filled], dim=1), strict=True)
+        return [part[:, : value.numel()].reshape(self.holders.ranks, *value.shape) for value, part in parts]
+
     def _sum(self, values: Tensor) -> Tensor:
         wide = torch.bfloat16 if self.narrow else torch.promote_types(values.dtype, torch.float32)
         return self.holders.add(values.to(wide)).to(values.dtype)
 
     def _is_cut(self, side: str) -> bool:
         return side == self.own
+
+
+def _padded(values: Tensor, block: int) -> Tensor:
+    """Values with zeros behind them, as whole blocks."""
+    missing = -len(values) % block
+    return torch.cat([values, values.new_zeros(missing)]) if missing else values

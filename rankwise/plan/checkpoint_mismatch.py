@@ -50,8 +50,9 @@ def refuse_strange(owner: str, unit: StepUnit, states: Mapping[str, Mapping[str,
         MisfitError: A state has another shape than the one it would begin with.
     """
     for task in unit.exchange.owned() if unit.exchange is not None else ():
-        saved = states.get(task.key)
-        if saved:
+        for key in filter(states.get, (task.key, task.whole or "")):
             for name, stored in unit.stored_states(task).items():
-                if name in saved:
-                    check_shape(owner, task.key, name, saved[name].shape, [stored.stored_shape])
+                if name in states[key]:
+                    shape = stored.stored_shape
+                    whole = shape if key == task.key else unit.state_part(task, name).whole_shape(shape)
+                    check_shape(owner, key, name, states[key][name].shape, [whole])

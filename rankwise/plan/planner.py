@@ -23,7 +23,7 @@ from rankwise.layout.dtensors import PLAIN, Cut, cut_of
 from rankwise.layout.equal_slices import SlicedMatrix, in_slices
 from rankwise.layout.even_cuts import EvenCuts
 from rankwise.layout.layout import LayoutError
-from rankwise.layout.layout_source import LayoutSource, TensorContents, WholeParameters, WorkPlace
+from rankwise.layout.layout_source import LayoutSource, TensorContents, TensorParallel, WholeParameters, WorkPlace
 from rankwise.plan.checkpoint_mismatch import refuse_strange
 from rankwise.plan.notes import Note
 from rankwise.plan.state_memory import keepers_in
@@ -100,6 +100,7 @@ class Planner:
         self.loads: list[float] = []
         self.owner_of: dict[Any, int] = {}
         self._imagined_place: WorkPlace | None = None
+        self._imagined_together: TensorParallel | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy belongs to no framework and has nothing planned.
@@ -129,6 +130,11 @@ class Planner:
         self.forget()
 
     @property
+    def together(self) -> TensorParallel | None:
+        """The ranks that may compute a matrix together, slice by slice."""
+        return self._imagined_together or self.source.tensor_parallel
+
+    @property
     def rank(self) -> int:
         """This process's position among the data-parallel ranks."""
         group = self.source.group
@@ -150,6 +156,12 @@ class Planner:
         self._settle()
         self.units.clear()
         self.loads = []
+
+    def take_owners(self, owner_of: Mapping[Any, int]) -> None:
+        """Plan by the owners of another replica, with whose states this one goes on."""
+        if owner_of != self.owner_of:
+            self.owner_of = dict(owner_of)
+            self.forget()
 
     def route_again(self, groups: Groups) -> None:
         """Choose rules and owners afresh, for states that were saved with other groups."""
@@ -259,6 +271,7 @@ class Planner:
         plan: Callable[[StepUnit], Collectives],
         spends_gradients: bool | None = None,
         offloaded: bool = False,
+        together: TensorParallel | None = None,
     ) -> list[StepUnit]:
         """Plan for ranks that need not exist; nothing of the plans in use changes.
 
@@ -269,6 +282,7 @@ class Planner:
             plan: Plans the collectives of a unit.
             spends_gradients: Whether nobody reads gradients after steps; None: as it is here.
             offloaded: Whether weights and states are on the host, beside another device; gradients are then read.
+            together: Ranks that may compute a matrix together; None: those of the present source.
 
         Returns:
             The units as rank 0 would plan them.
@@ -278,6 +292,7 @@ class Planner:
         spends = spends and not offloaded
         self.loads, self.owner_of = [], {}
         self._imagined_place = WorkPlace(torch.device("meta"), None) if offloaded else None
+        self._imagined_together = together
         imagined = []
         try:
             for ranks in units:
@@ -285,6 +300,7 @@ class Planner:
                 imagined.append(replace(unit, collectives=plan(unit)))
         finally:
             self.loads, self.owner_of = present
+            self._imagined_together = None
         return imagined
 
     def choose_owners(
@@ -333,7 +349,7 @@ class Planner:
 
     def holders(self, unit: StepUnit) -> Holders:
         """Ranks that compute slices of a unit's matrices together, with the group of the device that multiplies."""
-        together, place = self.source.tensor_parallel, unit.collectives.place
+        together, place = self.together, unit.collectives.place
         assert together is not None
         far = place is not None and unit.is_offloaded
         return holders_of(place.partners if far else together.group, unit.traffic)  # type: ignore[union-attr]

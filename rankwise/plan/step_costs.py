@@ -4,10 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from rankwise.comm.owner_plan import Batch, MatrixTask, Reply, own_pieces
 
-__all__ = ["PASS_TABLE_BYTES", "TABLE_BYTES", "ScratchMemory", "StepCosts", "tables"]
+__all__ = ["PASS_TABLE_BYTES", "TABLE_BYTES", "Joint", "ScratchMemory", "StepCosts", "tables"]
+
+
+class Joint(NamedTuple):
+    """A message among the ranks that compute a batch of slices together.
+
+    Attributes:
+        bytes: What each rank hands over.
+        kind: Whether every rank gets the sum of all, its part of the sum, or what all have handed over.
+    """
+
+    bytes: int
+    kind: Literal["sum", "scatter", "gather"] = "sum"
+
+    def passed(self, ranks: int) -> float:
+        """Bytes that pass each link of a ring of so many ranks."""
+        times = {"sum": 2 / ranks, "scatter": 1 / ranks, "gather": 1.0}[self.kind]
+        return self.bytes * times * (ranks - 1)
+
+
+def _no_joint(batch: Batch) -> tuple[Joint, ...]:
+    return ()
 
 
 def _no_messages(batch: Batch) -> tuple[int, ...]:
@@ -59,7 +81,7 @@ class StepCosts:
         sums: Quantities in each all-reduce of per-parameter sums.
         halo_fields: Values fetched for each neighbour across a shard border.
         reply: What an owner returns to the holders of its matrices.
-        together: Elements of each message among the ranks that compute a batch of slices, in a step after the first.
+        together: Messages among the ranks that compute a batch of slices, in a step after the first.
         scalars: Bytes of every further all-reduce of a step.
         periodic: Bytes of the all-reduces of every ``period``-th step.
         period: Steps between the all-reduces of ``periodic``, and between changes of the matrix states.
@@ -73,7 +95,7 @@ class StepCosts:
     sums: tuple[int, ...] = ()
     halo_fields: int = 0
     reply: Callable[[Batch], Reply] = own_pieces
-    together: Callable[[Batch], tuple[int, ...]] = _no_messages
+    together: Callable[[Batch], tuple[Joint, ...]] = _no_joint
     scalars: tuple[int, ...] = ()
     periodic: tuple[int, ...] = ()
     period: int = 1

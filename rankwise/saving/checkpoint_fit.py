@@ -17,9 +17,11 @@ from rankwise.plan.planner import Planner
 from rankwise.saving.states_by_parameter import (
     COUNT,
     RECORD,
+    REPLICA,
     WITH_STATES,
     extras_of,
     matrices_of,
+    owners_in,
     steps_taken,
     without_matrices,
 )
@@ -122,8 +124,9 @@ class CheckpointFit:
         Raises:
             ValueError: Another optimizer has written it, or for other parameters, or another rank.
         """
-        _refuse_parts_of_others(self._spec.identity, state_dict, self._planner.source)
         state_dict = {**extras_of(state_dict["param_groups"]), **state_dict}
+        _refuse_parts_of_others(self._spec.identity, state_dict, self._planner.source)
+        self._refuse_other_owners(state_dict)
         self._refuse_foreign(state_dict)
         if same_groups(state_dict, groups):
             names = [[self._planner.name_of(tensor) for tensor in group["params"]] for group in groups]
@@ -132,6 +135,16 @@ class CheckpointFit:
             self._refuse_other_shapes(state_dict, groups)
             state_dict["param_groups"] = self._values.completed(groups, state_dict["param_groups"])
         return state_dict
+
+    def _refuse_other_owners(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse another plan before the first step, when only some ranks of a replica get another one's states."""
+        planner, fresh = self._planner, REPLICA in state_dict and not state_dict.get(COUNT)
+        if fresh and planner.units and owners_in(state_dict[REPLICA]) != planner.owner_of:
+            raise ValueError(
+                f"{self._spec.identity}: the states of another replica are invalid here, because it has given its "
+                "matrices to other ranks: replicas must begin alike; start all of them with this model, these options "
+                "and this version of rankwise"
+            )
 
     def _with_matrices(self, state_dict: dict[str, Any], names: Names) -> dict[str, Any]:
         """Move the states of matrices, which may be among those of parameters, to an entry of their own."""
@@ -295,15 +308,19 @@ def _refuse_parts_of_others(owner: str, state_dict: Mapping[str, Any], source: L
     A collective where the parameters are parts too; all ranks refuse, if one of them has another one's parts.
     """
     written, present = state_dict.get(WRITTEN_BY), this_rank()
+    fix = "save with torch.distributed.checkpoint, from get_optimizer_state_dict, which suits any ranks"
+    if REPLICA in state_dict:
+        fix = "start all replicas with as many ranks"
 
     def refuse() -> None:
         if written is not None and list(written) != present:
             raise ValueError(
                 f"{owner}: the state dictionary is invalid here, because rank {written[0]} of {written[1]} wrote it: "
-                f"with parts of parameters that rank must load it, but this is rank {present[0]} of {present[1]}; save "
-                "with torch.distributed.checkpoint, from get_optimizer_state_dict, which suits any ranks"
+                f"with parts of parameters that rank must load it, but this is rank {present[0]} of {present[1]}; {fix}"
             )
 
-    if written is not None:
+    if REPLICA in state_dict:
+        refuse()  # some of the replica's ranks may have got nothing, and would not come
+    elif written is not None:
         source.connect()
         gather_together(refuse, source.group)

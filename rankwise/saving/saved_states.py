@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,15 +13,27 @@ from torch import Tensor
 from rankwise.layout.agreement import gather_together
 from rankwise.layout.dtensors import cut_as, is_sharded
 from rankwise.plan.planner import Planner
+from rankwise.plan.step_unit import StepUnit
 from rankwise.plan.unit_builder import dtype_of
 from rankwise.saving.adamw_states import AdamWStates
 from rankwise.saving.changed_blocks import ChangedBlocks
 from rankwise.saving.checkpoint_fit import WRITTEN_BY, CheckpointFit, this_rank
-from rankwise.saving.shared_matrices import cut_evenly, owned_parts, whole_states
+from rankwise.saving.shared_matrices import (
+    cut_evenly,
+    hand_out,
+    homes,
+    on_mesh,
+    owned_parts,
+    present_slices,
+    whole_states,
+)
 from rankwise.saving.states_by_parameter import (
     MATRIX,
     RECORD,
+    REPLICA,
     asked_by_torch,
+    asked_by_torchft,
+    owners_in,
     record_texts,
     steps_taken,
     under_parameters,
@@ -51,6 +64,8 @@ class SavedStates:
         self._matrix_states = planner.matrix_states
         self._consolidated: dict[str, MatrixState] | None = None
         self._waiting: dict[str, MatrixState] = {}
+        self._whole: dict[str, MatrixState] | None = None
+        self._handed_out: set[str] | None = None  # units that have what was loaded; None: nothing was
         self._told_of_lost_bits = False
         self.carrier = ChangedBlocks(self._spec, self._table)
         self.fit = CheckpointFit(planner)
@@ -60,7 +75,10 @@ class SavedStates:
 
     def beside_torch(self, result: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
         """Entries of a state dictionary besides torch's own; a collective where ranks hold the parameters alike."""
-        matrices = self._collected() if self._consolidated is None else self._consolidated
+        if self._whole is not None:
+            matrices: Mapping[str, MatrixState] = self._whole
+        else:
+            matrices = self._collected() if self._consolidated is None else self._consolidated
         # Where ranks miss gradients alike, each has parts of parameters, which only it can load again.
         parts = {WRITTEN_BY: this_rank()} if self._planner.source.missing_alike else {}
         return {
@@ -87,6 +105,20 @@ class SavedStates:
         texts = record_texts(self._spec.identity, with_states, steps_taken(state), extra, groups)
         saved = [{**group, RECORD: text} for group, text in zip(result["param_groups"], texts, strict=True)]
         return {**result, "state": state, "param_groups": saved}
+
+    def for_replica(self, result: Mapping[str, Any], groups: Groups, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Put what this rank itself has into torch's dictionary, for the same rank of another replica; no collective.
+
+        Element and matrix states are the living tensors. Owners go along, because a replica that has begun otherwise
+        may have chosen others. All is under parameters and groups, since torchtitan drops the rest.
+        """
+        matrices = self._waiting or self._matrix_states.everything()
+        owners = [[place, rank] for place, rank in self._planner.owner_of.items()]
+        replica = {REPLICA: {"owners": owners, "waiting": len(self._waiting) > 0}, WRITTEN_BY: this_rank()}
+        saved = self.under_parameters(result, groups, matrices, {**extra, **replica})
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # torchft copies states on a stream of its own
+        return saved
 
     def mark(self, groups: Sequence[dict[str, Any]], states: States, states_too: bool = True) -> None:
         """Mark living groups and states where a checkpoint has more: torch asks for no other names.
@@ -122,13 +154,50 @@ class SavedStates:
                 parts.setdefault(key, {})[name] = cut_evenly(whole, mesh)
         return parts
 
-    def deliver(self) -> None:
-        """Give the loaded parts of states to the owners of matrices, which are known by now; a collective."""
+    @contextmanager
+    def of_whole_matrices(self) -> Iterator[None]:
+        """Let dictionaries have whole matrices, one rank each, where far ranks own slices; a collective."""
+        if self._is_far:
+            self._whole = self._with_whole_matrices()
+        try:
+            yield
+        finally:
+            self._whole = None
+
+    def _with_whole_matrices(self) -> dict[str, MatrixState]:
+        units = list(self._planner.units.values())
+        for unit in units:
+            self.deliver(unit)
+        present = self._matrix_states.everything()
+        states = dict(present)
+        for unit in units:
+            slices = present_slices(unit, present)
+            home_of = {key: home for key, home in homes(unit).items() if key in slices}
+            for task in (task for tasks in slices.values() for task in tasks):
+                states.pop(task.key, None)
+            for key, name, whole in whole_states(unit, present, home_of):
+                if home_of[key] == unit.layout.rank:
+                    states.setdefault(key, {})[name] = whole
+        return states
+
+    @property
+    def _is_far(self) -> bool:
+        """Whether far ranks may own slices of matrices, and each saves and loads a part of the states."""
+        together = self._planner.together
+        return together is not None and not (together.near or self._planner.source.missing_alike)
+
+    def deliver(self, unit: StepUnit) -> None:
+        """Give the loaded states to the owners of a unit's matrices, which are known by now; a collective."""
+        if self._handed_out is not None and unit.token not in self._handed_out and self._is_far:
+            hand_out(self._spec.identity, unit, self._matrix_states.loaded)
+            self._handed_out.add(unit.token)
         if not self._waiting:
             return
         owned: dict[str, MatrixState] = {}
+        mesh = self._planner.source.mesh()
+        parts = {key: {name: on_mesh(v, mesh) for name, v in state.items()} for key, state in self._waiting.items()}
         for unit in self._planner.units.values():
-            owned |= owned_parts(self._spec.identity, unit, self._waiting)
+            owned |= owned_parts(self._spec.identity, unit, parts)
         self._matrix_states.load(owned)
         self._waiting = {}
 
@@ -140,7 +209,7 @@ class SavedStates:
         can be sent.
         """
         saved = dict(result["state"])
-        everywhere = self._planner.is_plain and asked_by_torch()
+        everywhere = self._planner.is_plain and (asked_by_torch() or asked_by_torchft())
         opened = self._opener(groups)
         keys = (key for group in result["param_groups"] for key in group["params"])
         for group in groups:
@@ -307,9 +376,15 @@ class SavedStates:
         self.forget_consolidated()
         saved = self.carrier.carried(state_dict.get("matrix_states", {}))
         copies = {key: {name: value.clone() for name, value in state.items()} for key, state in saved.items()}
+        replica = state_dict.get(REPLICA)
+        if replica is not None:
+            self._planner.take_owners(owners_in(replica))
         # Only owners, which are not known yet, can make slices of whole matrices from the parts.
-        self._waiting = copies if self._planner.source.missing_alike else {}
+        waits = self._planner.source.missing_alike if replica is None else replica["waiting"]
+        self._waiting = copies if waits else {}
         self._matrix_states.load({} if self._waiting else copies)
+        # What another replica's rank has sent is this rank's own.
+        self._handed_out = set() if replica is None else None
 
     def adopt_groups(self, groups: Sequence[dict[str, Any]], saved: Groups) -> None:
         """Take over hyper-parameters from another layout's checkpoint; before planning, which depends on some."""
@@ -349,6 +424,7 @@ class SavedStates:
         self._matrix_states.load(
             {key: {name: value.to(device) for name, value in state.items()} for key, state in matrix_states.items()}
         )
+        self._handed_out = set()
         for unit in units:
             for tensor, content in zip(unit.tensors, unit.contents, strict=True):
                 step = steps.get(content.group)

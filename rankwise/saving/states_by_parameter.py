@@ -21,10 +21,13 @@ __all__ = [
     "COUNT",
     "MATRIX",
     "RECORD",
+    "REPLICA",
     "WITH_STATES",
     "asked_by_torch",
+    "asked_by_torchft",
     "extras_of",
     "matrices_of",
+    "owners_in",
     "record_texts",
     "steps_taken",
     "under_parameters",
@@ -36,6 +39,8 @@ MATRIX = "matrix"
 RECORD = "rankwise"
 WITH_STATES = "matrices_with_states"
 COUNT = "count"
+REPLICA = "replica"
+"""Key of a dictionary for the same rank of another replica, which has what its rank has: the owners of matrices."""
 _NAME = re.compile(rf"{MATRIX}\.((?:\[[^\]]*\])*)\.?(.+)")
 
 
@@ -44,9 +49,21 @@ def asked_by_torch() -> bool:
 
     They take states and groups alone, and what they write may be read by another optimizer of the same parameters.
     """
-    frame = sys._getframe(1)
+    return _asked_by("torch.distributed.checkpoint.")
+
+
+def asked_by_torchft() -> bool:
+    """Whether torchft's manager is on the call stack: it sends states to a replica that joins, rank by rank.
+
+    It asks on a thread of its own, beside the forward pass, where no collective may run.
+    """
+    return _asked_by("torchft.manager")
+
+
+def _asked_by(module: str) -> bool:
+    frame = sys._getframe(2)
     while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).startswith("torch.distributed.checkpoint."):
+        if str(frame.f_globals.get("__name__", "")).startswith(module):
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
@@ -107,6 +124,11 @@ def record_texts(
 def steps_taken(states: Mapping[Any, Mapping[str, Any]]) -> int:
     """Number of steps of the parameter that has taken most."""
     return max((int(state["step"]) for state in states.values() if "step" in state), default=0)
+
+
+def owners_in(replica: Mapping[str, Any]) -> dict[Any, int]:
+    """Read the owners of matrices, and keepers by (matrix, state), that stand under :data:`REPLICA` in plain data."""
+    return {tuple(place) if isinstance(place, list) else place: rank for place, rank in replica["owners"]}
 
 
 def extras_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from rankwise.comm.message_format import Traffic
 from rankwise.kernels import graphs
 from rankwise.kernels.surroundings import undisturbed
 from rankwise.layout.even_cuts import EvenCuts
-from rankwise.layout.layout_source import LayoutSource, TensorContents
+from rankwise.layout.layout_source import LayoutSource, TensorContents, TensorParallel
 from rankwise.options.fields import Options
 from rankwise.options.validation import OptionError, called_or
 from rankwise.plan.group_changes import GroupChanges
@@ -31,6 +31,7 @@ from rankwise.routing.given_parameters import refuse_given_twice
 from rankwise.routing.roles import annotated_modules
 from rankwise.routing.step_groups import PEAK, rate_of
 from rankwise.saving.saved_states import SavedStates
+from rankwise.saving.states_by_parameter import REPLICA, asked_by_torchft
 from rankwise.states.element_states import StateTypes
 from rankwise.states.group_values import GroupValues
 from rankwise.states.matrix_states import MatrixState, MatrixStates
@@ -165,6 +166,19 @@ class ShardedOptimizer(Optimizer, ABC):
     def record_loss(self, loss: Tensor | float, is_propagated: bool = False) -> None:
         """Report a micro-batch's loss, where the rule needs it; see :meth:`rankwise.MKOR.record_loss`."""
 
+    def refuse_replicas(self) -> None:
+        """Refuse to be one of torchft's replicas, which average nothing but gradients, where steps depend on more.
+
+        Raises:
+            OptionError: Steps depend on the layers' statistics, or on the loss.
+        """
+        if self.needs_capture or self.needs_loss:
+            raise OptionError(
+                f"{called_or(self.spec.name)} is invalid under torchft: its replicas average gradients, but not "
+                f"{'statistics of layers' if self.needs_capture else 'losses'}, by which their weights would drift "
+                "apart; write rule='sketch' without hybrid, which learns from gradients alone, or leave torchft out"
+            )
+
     # --- what a subclass adds -----------------------------------------------------------------------------------
 
     @abstractmethod
@@ -283,9 +297,11 @@ class ShardedOptimizer(Optimizer, ABC):
         replicated: bool = False,
         spends_gradients: bool | None = None,
         offloaded: bool = False,
+        together: TensorParallel | None = None,
     ) -> list[StepUnit]:
         """Plan for ranks that need not exist; nothing of this optimizer changes. See :meth:`Planner.imagine`."""
-        return self.planner.imagine(self.param_groups, units, replicated, self.plan, spends_gradients, offloaded)
+        how = replicated, self.plan, spends_gradients, offloaded, together
+        return self.planner.imagine(self.param_groups, units, *how)
 
     # --- the step -----------------------------------------------------------------------------------------------
 
@@ -313,7 +329,7 @@ class ShardedOptimizer(Optimizer, ABC):
         self.saved.forget_consolidated()
         self.follow_resets()
         unit = self._unit()
-        self.saved.deliver()
+        self.saved.deliver(unit)
         if not graphs.is_capturing(unit.device):
             self.planner.source.agree_on_missing(unit.tensors)
         if self._is_warm_up(unit):
@@ -390,9 +406,15 @@ class ShardedOptimizer(Optimizer, ABC):
         """Return torch's dictionary with this rank's matrix states by parameter name.
 
         Where ranks hold the parameters alike (``DistributedDataParallel``), the owners' states are collected first;
-        every rank must then call this, or all :meth:`consolidate_state_dict` before one does.
+        every rank must then call this, or all :meth:`consolidate_state_dict` before one does. torchft's manager gets
+        what this rank has, without a collective, for the same rank of another replica.
         """
         self.undo.settle()
+        if self.planner.is_plain and asked_by_torchft():
+            self.followed.drop_orphans(self.state)
+            result = super().state_dict()
+            result["state"] = self.saved.as_saved(result, self.param_groups, self.state)
+            return self.saved.for_replica(result, self.param_groups, self.extra_state())
         self.follow_resets()
         self.followed.drop_orphans(self.state)
         self.group_changes.replace_parameters(self.param_groups, self.state)
@@ -443,6 +465,8 @@ class ShardedOptimizer(Optimizer, ABC):
             state_dict = hook(self, state_dict) or state_dict
         by_parameter = "rankwise" not in state_dict
         state_dict = self.saved.fit.fitted(state_dict, self.param_groups)
+        if REPLICA in state_dict:
+            self.refuse_replicas()
         before = self.spec.structures_of(self.param_groups)
         # Hooks must see the whole dictionary, and the one that is checked must be the one that is loaded.
         self._optimizer_load_state_dict_pre_hooks = OrderedDict()

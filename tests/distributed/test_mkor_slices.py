@@ -15,8 +15,10 @@ from ranks import run_ranks
 from simulated import CASES, Framework, reference, run_of, world_group
 from torch import Tensor
 
+from rankwise.comm.quantized_messages import wire_of
 from rankwise.comm.slice_holders import Holders
 from rankwise.estimate import estimate
+from rankwise.layout.layout_source import SLOWER_IN_PAIRS, TensorParallel
 from rankwise.mkor.sliced_windows import SlicedWindows, exchanged, sends_less
 from rankwise.mkor.vector_windows import Window, window_norm
 
@@ -54,6 +56,8 @@ def _train(rank: int, world: int, axis: int, options: dict[str, Any], spoil: str
         sent.append([(message.operation, message.bytes) for message in wire.messages])
     final, _, _ = reference(case, torch.float64, STEPS)
     pieces = [(piece, weight) for piece, weight in framework.pieces() if weight.numel()]
+    if "comm_dtype" in options:  # the other matrices are rounded on their way to owners
+        pieces = [(piece, weight) for piece, weight in pieces if piece.key == KEY]
     error = max(float((weight - run_of(final[piece.key], piece)).abs().max()) for piece, weight in pieces)
     slices = {
         key: {name: tuple(value.shape) for name, value in state.items()}
@@ -91,6 +95,21 @@ def test_slices_follow_one_process() -> None:
                 assert f"{side}_vectors" not in state
 
 
+def _in_codes(rank: int, world: int) -> list[Outcome]:
+    options = {"comm_dtype": "int8", "rescale": None, "backend": "sgd"}
+    return [_train(rank, world, axis, options) for axis in (0, 1)]
+
+
+def test_coded_messages_round() -> None:
+    """Sums and vectors travel in codes, as planned; factors move by exact vectors."""
+    for rank in run_ranks(2, _in_codes):
+        for outcome in rank:
+            assert 1e-9 < outcome.error < 1e-3, outcome.error
+            for step in range(2, STEPS):
+                assert sum(size for _, size in outcome.sent[step]) >= outcome.estimated
+            assert sum(size for _, size in outcome.sent[3]) == outcome.estimated
+
+
 @pytest.mark.exhaustive
 def test_two_by_two_ranks() -> None:
     """Each half of the rows lies on two ranks, one of which owns it."""
@@ -102,14 +121,14 @@ def test_two_by_two_ranks() -> None:
 def test_no_message_has_the_size_of_a_matrix() -> None:
     """A step sends a sum of K x n, some vectors and two norms; a factor step the other vectors and J's norms, too."""
     window = 368
-    expected = exchanged(window, (ROWS, COLUMNS), 0, 2, (8, 8))
+    vectors, summed, norms = (message.bytes for message in exchanged(window, (ROWS, COLUMNS), 0, 2, (8, 8)))
     steps = [outcome.sent for outcome in run_ranks(2, _train, 0, {})]
     for sent in steps:
         for step in range(2, STEPS):
-            kinds = [(operation, size) for operation, size in sent[step] if size in expected]
+            kinds = [(operation, size) for operation, size in sent[step] if size in (vectors, summed, norms)]
             gathers, sums = ([size for kind, size in kinds if name in kind] for name in ("allgather", "allreduce"))
             own = window * ROWS // 2 * 8
-            assert gathers.count(expected[1]) == 1 and sums.count(expected[0]) == 1 and expected[2] in sums
+            assert gathers.count(vectors) == 1 and sums.count(summed) == 1 and norms in sums
             assert (("allgather_", own) in sent[step]) == (step % 2 == 0), "of the rows' vectors, at factor steps alone"
 
 
@@ -179,3 +198,16 @@ def test_slices_where_they_send_less() -> None:
     assert sends_less(128, (4096, 14336), 0, 8, widths)
     assert sends_less(128, (14336, 4096), 0, 64, widths)
     assert not sends_less(128, (4096, 4096), 0, 64, widths)
+    wire, in_codes = wire_of("int8", torch.float32), 65 / 64
+    assert not sends_less(128, (4096, 4096), 0, 64, (2, 2, in_codes), wire)
+    assert sends_less(128, (4096, 4096), 0, 64, (2, 2, SLOWER_IN_PAIRS * in_codes), wire)
+    assert not sends_less(128, (1024, 4096), 0, 64, (2, 2, SLOWER_IN_PAIRS * in_codes), wire)
+
+
+@pytest.mark.parametrize(("said", "slower"), [(None, 1.0), ("16", 1.0), ("8", SLOWER_IN_PAIRS)])
+def test_pairs_are_slower_across_nodes(monkeypatch: pytest.MonkeyPatch, said: str | None, slower: float) -> None:
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    if said is not None:
+        monkeypatch.setenv("LOCAL_SIZE", said)
+    assert TensorParallel.far((tuple(range(16)),), None).slower_in_pairs == slower

@@ -19,9 +19,10 @@ from torch.profiler import ProfilerActivity, profile
 from rankwise.comm.exchange import MatrixExchange
 from rankwise.comm.owner_plan import Batch, MatrixTask, plan_matrices
 from rankwise.comm.volume import BatchVolume, Flow
+from rankwise.launch.planning.devices import Links
 from rankwise.launch.planning.overlap import BatchLoad, Pipeline, Span, Speeds, pipeline_of, run_through
 from rankwise.layout.layout import Layout, Shard
-from rankwise.plan.step_costs import StepCosts
+from rankwise.plan.step_costs import Joint, StepCosts
 from rankwise.step.matrices import MatrixRule, step_matrices
 
 SHAPES = {f"m{index}": (4, 6) for index in range(8)}
@@ -172,3 +173,11 @@ def test_the_last_pass_and_matrices_in_place_hide_the_last_results() -> None:
     free = [0.0, 0.0]
     run_through(_pipeline([2.0], [True], in_place=5.0), free, SPEEDS._replace(deliver=lambda elements: 0.5 * elements))
     assert free == [4.5, 6.0]  # results are there at 4; the other rank has its own matrices until 1 + 5
+
+
+def test_rings_share_the_cards_of_a_node() -> None:
+    """Two passes of 64 ranks' sums, one of a scattered one, and everybody's parts; at borders all cards together."""
+    assert [Joint(640, kind).passed(64) for kind in ("sum", "scatter", "gather")] == [1260, 630, 40_320]
+    assert Links().ring_seconds(3e11, 8) == Links().ring_seconds(3e11, 64) == 1.0
+    assert Links(across=25.0).ring_seconds(2e11, 64) == 1.0
+    assert Links(per_node=4, across=25.0).ring_seconds(1e11, 4) == pytest.approx(1 / 3)

@@ -254,12 +254,15 @@ def test_another_types_states_are_refused_before_anything_changes(theirs: str, o
 # --- MKOR -------------------------------------------------------------------------------------------------------------
 
 
-def test_fault_tolerance_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("name", "options", "what"), [("MKOR", {}, "statistics of layers"), ("MKOR-H", {"rule": "sketch"}, "losses")]
+)
+def test_what_replicas_would_not_share_is_refused(name: str, options: dict[str, Any], what: str) -> None:
     config = TorchFTOptimizersContainer.Config(
-        param_groups=[ParamGroupConfig(pattern=".*", optimizer_name="LDAdam", optimizer_kwargs={"lr": 1e-3})],
+        param_groups=[ParamGroupConfig(pattern=".*", optimizer_name=name, optimizer_kwargs={"lr": 1e-3, **options})],
         implementation="for-loop",
     )
-    with pytest.raises(OptionError, match="optimizer_name='LDAdam' is invalid under torchft"):
+    with pytest.raises(OptionError, match=f"{name} is invalid under torchft: .* but not {what}.* rule='sketch'"):
         config.build(model_parts=[network()], ft_manager=SimpleNamespace(manager=None, use_async_quorum=True))
 
 
