@@ -147,6 +147,8 @@ class _Event:
     def __exit__(self, *error: object) -> None:
         pass
 
+    device = _CPU
+
     def record_event(self, event: _Event | None = None) -> _Event:
         return event or _Event()
 
@@ -235,6 +237,8 @@ def _replace_core_functions(stack: ExitStack) -> None:
     _set(stack, parallel_state, "get_nccl_options", _nothing)
     for module in (torch_fully_sharded_data_parallel, mcore_fsdp_adapter):
         _set(stack, module, "DeviceMesh", _CpuMesh)
+    if hasattr(mcore_fsdp_adapter, "FullyShardedDataParallelV2"):
+        _replace_buffers(stack)
     _set(stack, random, "_get_cuda_rng_state", _get_rng_state)
     _set(stack, random, "_set_cuda_rng_state", _set_rng_state)
     _set(stack, torch_norm.WrappedTorchNorm, "__new__", staticmethod(_norm(torch_norm.WrappedTorchNorm.__new__)))
@@ -251,6 +255,19 @@ def _replace_core_functions(stack: ExitStack) -> None:
     quiet = _without(_RNG_WARNING)
     logger.addFilter(quiet)
     stack.callback(logger.removeFilter, quiet)
+
+
+def _replace_buffers(stack: ExitStack) -> None:
+    """Give the buffers of version 2 of Megatron's FSDP the stream that stands for all, of which a CPU has none."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer import DBuffer
+
+    build = DBuffer.__init__
+
+    def with_stream(buffer: Any, *args: Any, **kwargs: Any) -> None:
+        build(buffer, *args, **kwargs)
+        buffer.allocation_stream = torch.cuda.current_stream()
+
+    _set(stack, DBuffer, "__init__", with_stream)
 
 
 class _CpuMesh:

@@ -10,6 +10,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_patches.fsdp_checkpoint import FORMAT
 from megatron_patches.layouts import MegatronLayout
+from megatron_patches.megatron_fsdp import UNSAVED
 from megatron_patches.support import SupportError
 from rankwise.step.optimizer import ShardedOptimizer
 
@@ -40,6 +41,8 @@ def refuse_format(args: Any, name: str, cls: type[ShardedOptimizer]) -> None:
             f"--ckpt-format {args.ckpt_format} is invalid with --use-megatron-fsdp and --optimizer {name}: Megatron "
             f"writes the weights of its FSDP in no other format; use --ckpt-format {FORMAT}"
         )
+    if saves and getattr(args, "use_megatron_fsdp", False) and getattr(args, "megatron_fsdp_version", 1) == 2:
+        raise SupportError(f"--save is invalid with --megatron-fsdp-version 2 and --optimizer {name}: {UNSAVED}")
     if not saves or getattr(args, "ckpt_format", None) != "torch":
         return
     copies = args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)

@@ -8,9 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rankwise.layout.dtensors import local_view
 from rankwise.step.optimizer import ShardedOptimizer
 
-__all__ = ["Offloading", "is_on_device", "let_others_move"]
+__all__ = ["Offloading", "is_on_device", "let_others_move", "memory_of"]
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return the address of the memory in which this rank's part of a tensor lies."""
+    return local_view(tensor).untyped_storage().data_ptr()
 
 
 def is_on_device(tensor: Tensor) -> bool:
@@ -40,7 +46,7 @@ class Offloading:
             model_memory: Addresses of the memory of the model's own weights, which stay where they are.
         """
         for weight in self._main_weights():
-            is_own = weight.untyped_storage().data_ptr() not in model_memory and not _is_elsewhere(weight)
+            is_own = memory_of(weight) not in model_memory and not _is_elsewhere(weight)
             if is_on_device(weight) and is_own:
                 self._weights[weight] = weight.device
                 weight.data = weight.data.to("cpu", copy=True)
@@ -74,7 +80,7 @@ class Offloading:
 
 def _is_elsewhere(weight: Tensor) -> bool:
     """Whether a weight is kept in other tensors between steps, and has no memory for all of its elements."""
-    return weight.untyped_storage().nbytes() < weight.numel() * weight.element_size()
+    return local_view(weight).untyped_storage().nbytes() < local_view(weight).numel() * weight.element_size()
 
 
 class _AllStates:

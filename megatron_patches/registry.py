@@ -21,7 +21,7 @@ from torch import nn
 
 from megatron_patches.fsdp2 import refuse_beside_fsdp2
 from megatron_patches.groups import ParallelGroups
-from megatron_patches.megatron_fsdp import own_weights, refuse_beside_megatron_fsdp
+from megatron_patches.megatron_fsdp import own_weights, refuse_beside_megatron_fsdp, with_empty_shards
 from megatron_patches.memory import hidden, hide
 from megatron_patches.monitor import remember
 from megatron_patches.norms import check_norms
@@ -307,8 +307,11 @@ def _our_wrappers(build: Callable[..., Any], adoption: Adoption) -> Iterator[Non
         (stock, "USING_PYTORCH_OPTIMIZER", False),
         (stock_distributed, "Adam", (stock_distributed.Adam, ShardedOptimizer)),
     ]
+    replacements += with_empty_shards(stock, adoption.chunks)
     for name, wrapper in wrapper_classes(adoption).items():
-        owners = [stock] if name in ("DistributedOptimizer", "ChainedOptimizer") else [stock, stock_layer_wise]
+        owners = (
+            [stock, stock_layer_wise] if name in ("Float16OptimizerWithFloat16Params", "FP32Optimizer") else [stock]
+        )
         replacements += [(owner, name, wrapper) for owner in owners]
     saved = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
     try:

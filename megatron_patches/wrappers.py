@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import megatron.core.optimizer as stock
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -31,17 +32,17 @@ from megatron_patches.groups import ParallelGroups
 from megatron_patches.layouts import MegatronLayout
 from megatron_patches.losses import StepLosses
 from megatron_patches.main_weights import KeptWeights
-from megatron_patches.megatron_fsdp import under_megatron_fsdp
+from megatron_patches.megatron_fsdp import UNSAVED, under_megatron_fsdp
 from megatron_patches.memory import keep
 from megatron_patches.monitor import health_of
 from megatron_patches.norms import Norms
-from megatron_patches.offloading import Offloading, let_others_move
+from megatron_patches.offloading import Offloading, let_others_move, memory_of
 from megatron_patches.param_groups import share_members
 from megatron_patches.parameters import ModelParameter, bare_model, is_expert
 from megatron_patches.records import plain_names
 from megatron_patches.resuming import options_record, overrides, settle_options
 from megatron_patches.scaling import GradientScale
-from megatron_patches.support import refuse_without_statistics
+from megatron_patches.support import SupportError, refuse_without_statistics
 from rankwise.options.validation import OptionError
 from rankwise.routing.patterns import refuse_unmatched_everywhere
 from rankwise.states.parameter_table import idle_allowed
@@ -170,13 +171,15 @@ def wrapper_classes(adoption: Adoption) -> dict[str, type[Any]]:
     Args:
         adoption: Facts of the model that the wrappers need.
     """
-    ours = {
-        "DistributedOptimizer": _Distributed,
-        "Float16OptimizerWithFloat16Params": _Half,
-        "FP32Optimizer": _Full,
-        "ChainedOptimizer": Chained,
+    ours: dict[str, tuple[type[Any], ...]] = {
+        "DistributedOptimizer": (_Distributed,),
+        "Float16OptimizerWithFloat16Params": (_Half,),
+        "FP32Optimizer": (_Full,),
+        "ChainedOptimizer": (Chained,),
     }
-    return {name: type(cls.__name__, (cls,), {"adoption": adoption}) for name, cls in ours.items()}
+    if (base := getattr(stock, "FullyShardedOptimizer", None)) is not None:  # since 0.20
+        ours["FullyShardedOptimizer"] = _FullySharded, base
+    return {name: type(bases[0].__name__, bases, {"adoption": adoption}) for name, bases in ours.items()}
 
 
 class _Healthy:
@@ -243,7 +246,7 @@ class _Adopted(MegatronOptimizer):
             return
         if self._offloading is None:
             self._offloading = Offloading(self.optimizer)
-        self._offloading.offload({p.untyped_storage().data_ptr() for p in self.adoption.parameters})
+        self._offloading.offload({memory_of(parameter) for parameter in self.adoption.parameters})
         torch.cuda.empty_cache()
 
     def capture_paused(self) -> AbstractContextManager[None]:
@@ -369,6 +372,37 @@ class _Half(_Adopted, Float16OptimizerWithFloat16Params):
 
 class _Full(_Adopted, FP32Optimizer):
     """Megatron's fp32 optimizer, which steps the parameters themselves."""
+
+
+class _FullySharded(_Adopted):
+    """Megatron's optimizer for version 2 of its FSDP, which cannot be saved."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for parameter in super().get_parameters():
+            # Version 1 says so. Otherwise Megatron sums gradients' squares over the ranks twice.
+            parameter.__fsdp_param__ = True  # type: ignore[attr-defined]
+
+    def get_parameters(self) -> list[Parameter]:
+        """Return the parameters of which this rank has elements; all, if it has none, so that no rank is left out.
+
+        Transformer Engine's functions for many tensors, which compute norms, lose what a list that ends in an empty
+        one has before that (its issue 3207).
+        """
+        parameters: list[Any] = super().get_parameters()
+        return [parameter for parameter in parameters if parameter._local_tensor.numel()] or parameters
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Refuse to save, as Megatron does."""
+        raise SupportError(f"these states cannot be saved: {UNSAVED}")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse to load, as Megatron does."""
+        self.state_dict()
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Refuse to save, as Megatron does."""
+        return self.state_dict()
 
 
 class LayerWise(_Healthy, LayerWiseDistributedOptimizer):

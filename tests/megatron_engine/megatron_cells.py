@@ -62,6 +62,7 @@ class Cell:
         fp8: Whether they are told to work in 8 bits, with delayed scaling.
         fsdp: Whether the model is wrapped by TorchFullyShardedDataParallel.
         megatron_fsdp: Sharding strategy of Megatron's own FSDP, if the model is wrapped by it.
+        version: Which of its two versions.
         instances: Number of its outer ranks (HSDP).
         outer: What it shards over these.
         bf16_gradients: Whether gradient buffers have the parameters' type.
@@ -101,6 +102,7 @@ class Cell:
     fp8: bool = False
     fsdp: bool = False
     megatron_fsdp: str = ""
+    version: int = 1
     instances: int = 1
     outer: str = "no_shard"
     bf16_gradients: bool = False
@@ -184,7 +186,8 @@ class Cell:
             "params_dtype": DTYPES[self.precision],
             "initial_loss_scale": 2.0**10,
             "loss_scale_window": 1000,
-            "use_distributed_optimizer": self.use_distributed_optimizer or bool(self.megatron_fsdp),
+            "use_distributed_optimizer": self.use_distributed_optimizer
+            or (bool(self.megatron_fsdp) and self.version == 1),
             "overlap_param_gather": self.overlap_param_gather,
             **self.optimizer,
         }
@@ -195,13 +198,14 @@ class Cell:
             overlap = self.overlap_grad_reduce or self.megatron_fsdp in ("optim_grads", "optim_grads_params")
             return DistributedDataParallelConfig(
                 use_megatron_fsdp=True,
-                use_distributed_optimizer=True,
+                use_distributed_optimizer=self.version == 1,
                 data_parallel_sharding_strategy=self.megatron_fsdp,
                 outer_dp_sharding_strategy=self.outer,
                 num_distributed_optimizer_instances=self.instances,
                 overlap_grad_reduce=overlap,
                 overlap_param_gather=self.megatron_fsdp == "optim_grads_params",
                 gradient_reduce_div_fusion=False,  # gloo cannot multiply in a sum
+                **({"megatron_fsdp_version": 2} if self.version == 2 else {}),  # older versions do not have it
             )
         in_fp32 = self.precision != "fp64" and not self.bf16_gradients
         return DistributedDataParallelConfig(

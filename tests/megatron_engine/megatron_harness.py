@@ -31,6 +31,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import fsdp_dtensor_checkpoint
 from megatron.core.transformer.module import Float16Module
@@ -119,7 +120,8 @@ class Trainer:
         if cell.fsdp:
             return Fsdp2(self.config, cell.ddp_config(), model)
         if cell.megatron_fsdp:
-            return FullyShardedDataParallel(self.config, cell.ddp_config(), model)
+            groups = ProcessGroupCollection.use_mpu_process_groups() if cell.version == 2 else None
+            return FullyShardedDataParallel(self.config, cell.ddp_config(), model, pg_collection=groups)
         wrapped = DistributedDataParallel(self.config, cell.ddp_config(), model, disable_bucketing=stage > 0)
         wrapped.vp_stage = vp_stage
         return wrapped

@@ -128,7 +128,7 @@ def initial(name: str, shape: tuple[int, ...]) -> Tensor:
 @torch.no_grad()
 def main_weight(parameter: nn.Parameter, optimizers: list[MegatronOptimizer]) -> Tensor:
     """The fp32 weight an optimizer keeps for a parameter, in the parameter's shape; the parameter if it keeps none."""
-    if hasattr(parameter, "orig_param"):
+    if is_of_megatrons_fsdp(parameter):
         return whole_of_megatrons_fsdp(parameter)
     if owner := distributed(parameter, optimizers):
 
@@ -162,7 +162,7 @@ def _main_copy(parameter: nn.Parameter) -> Tensor:
 @torch.no_grad()
 def model_weight(parameter: Tensor, optimizers: list[MegatronOptimizer]) -> Tensor:
     """The weight of the model itself, in fp32 or wider."""
-    if hasattr(parameter, "orig_param"):
+    if is_of_megatrons_fsdp(parameter):
         return whole_of_megatrons_fsdp(parameter)
     return _wide(_whole(parameter.detach())).clone()
 
@@ -181,9 +181,14 @@ def _whole(values: Tensor) -> Tensor:
     return values.full_tensor() if isinstance(values, DTensor) else values
 
 
+def is_of_megatrons_fsdp(parameter: Any) -> bool:
+    """Whether Megatron's own FSDP, of either version, has cut a parameter."""
+    return hasattr(parameter, "orig_param") or hasattr(parameter, "_mfsdp_parameter_group")
+
+
 def whole_of_megatrons_fsdp(parameter: Any) -> Tensor:
     """A parameter of Megatron's own FSDP, put together from its ranks' rows in their order."""
-    local, shape = parameter._local_tensor.detach(), parameter.orig_param.shape
+    local, shape = parameter._local_tensor.detach(), getattr(parameter, "orig_param", parameter).shape
     if not any(placement.is_shard() for placement in parameter.placements):
         return _wide(local).clone().view(shape)
     inner = mpu.get_data_parallel_rank(with_context_parallel=True, partial_data_parallel=True)

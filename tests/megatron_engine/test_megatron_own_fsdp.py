@@ -1,16 +1,18 @@
-"""Megatron's own FSDP (version 1) on gloo ranks: each strategy follows one process and resumes, or is refused."""
+"""Megatron's own FSDP on gloo ranks: each strategy follows one process and resumes, or is refused."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron_cells import BIASED, Cell
-from megatron_harness import OTHER_CUTS, Result, Trainer, move, opened, rms_move, trained
+from megatron_harness import OTHER_CUTS, Result, Trainer, move, opened, rms_move, run_cells, trained
 from megatron_types import CAPTURING, ELEMENT_WISE, TYPES, maker
 from megatron_weights import reduced_gradient
 from ranks import once, run_ranks
@@ -18,8 +20,9 @@ from torch import Tensor
 
 import megatron_patches
 from megatron_patches.cpu import cpu_megatron
+from megatron_patches.formats import refuse_format
 from megatron_patches.megatron_fsdp import _REDUCES_TWICE, run_of
-from megatron_patches.registry import RankwiseConfig, get_megatron_optimizer
+from megatron_patches.registry import NAMES, RankwiseConfig, get_megatron_optimizer
 from megatron_patches.support import SupportError
 
 STEPS = 3
@@ -31,11 +34,14 @@ ROUNDED = 1e-4
 ALLOWED = 10.0
 # Where rounding can flip a sign or an edge, which is a whole step: the mean, of a dozen such elements.
 DISCONTINUOUS, BESIDE_AN_EDGE = ("mars-lion", "sonew"), 2e-4
+SECOND: dict[str, Any] = {"megatron_fsdp": "optim_grads_params", "version": 2}
+HAS_SECOND = hasattr(mcore_fsdp_adapter, "FullyShardedDataParallelV2")
 # Ranks, and what cuts the model over them.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     **{strategy: (2, {"megatron_fsdp": strategy, "overlap_grad_reduce": True}) for strategy in STRATEGIES},
     # Before 0.20 Megatron reduced these gradients twice.
     **({} if _REDUCES_TWICE else {"optim, at the end": (2, {"megatron_fsdp": "optim"})}),
+    **({"version 2": (4, SECOND)} if HAS_SECOND else {}),
     "TP2": (4, {"megatron_fsdp": "optim_grads_params", "tp": 2}),
     "HSDP": (4, {"megatron_fsdp": "optim_grads_params", "instances": 2}),
     "HSDP, optim": (4, {"megatron_fsdp": "optim", "instances": 2, "overlap_grad_reduce": True}),
@@ -154,6 +160,8 @@ def _resumed(rank: int, world: int, folder: Path, jobs: list[tuple[str, Cell]]) 
             with opened(cell, maker(name)) as trainer:
                 trained(trainer, 2)
                 trainer.save(place)
+                trainer.optimizer.offload_to_cpu()
+                trainer.optimizer.restore_from_cpu()
                 whole = trained(trainer, 2)
             with opened(cell, maker(name)) as trainer:
                 trainer.load(place)
@@ -191,14 +199,44 @@ def test_resumes_bitwise(jobs: list[tuple[str, Cell]], world: int, tmp_path: Pat
         assert all(torch.equal(again.weights[key], whole.weights[key]) for key in whole.weights), job
 
 
+class _FrozenNorms(Trainer):
+    def _model(self, stage: int, vp_stage: int | None) -> Any:
+        model = super()._model(stage, vp_stage)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" not in name)
+        return model
+
+
 # --- refused ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_SECOND, reason="this Megatron has version 1 alone")
+def test_version_2_follows_one_process() -> None:
+    _check("version 2", USUAL)
+
+
+def _norms(rank: int, world: int, cell: Cell) -> tuple[Any, list[int]]:
+    with cpu_megatron(), opened(cell, maker("ldadam")) as trainer:
+        result = trained(trainer, 2)
+        shards = [parameter._local_tensor.numel() for parameter in trainer.optimizer.get_parameters()]
+        return result and result.norms, shards
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_SECOND, reason="this Megatron has version 1 alone")
+def test_version_2_clips_by_the_norm_of_one_process() -> None:
+    sharded = run_ranks(4, _norms, Cell(**SECOND))
+    assert sharded[0][0] == pytest.approx(run_cells(1, [Cell()], maker("ldadam"), 2)[0].norms, rel=1e-6)
+    # Transformer Engine's kernels for norms stop at an empty tensor.
+    assert all(all(shards) for _, shards in sharded)
 
 
 def _refused(rank: int, world: int, given: list[tuple[Cell, dict[str, Any]]]) -> list[str]:
     messages = []
     with cpu_megatron():
         for cell, fields in given:
-            with opened(cell, maker("adam")) as trainer:
+            with opened(cell, maker("adam"), _FrozenNorms if cell.version == 2 else None) as trainer:
                 config = RankwiseConfig(**{**cell.optimizer_config(), "optimizer": "mars-m", **fields})
                 with pytest.raises(SupportError) as caught:
                     get_megatron_optimizer(config, trainer.chunks)
@@ -233,3 +271,26 @@ def test_what_does_not_work_is_refused_by_name() -> None:
     for messages in run_ranks(2, _refused, list(given.values())):
         for text, message in zip(given, messages, strict=True):
             assert text in message and "--optimizer mars-m" in message
+
+
+def _refused_by_second(rank: int, world: int) -> list[str]:
+    messages = _refused(rank, world, [(Cell(**SECOND), {})])
+    with cpu_megatron(), opened(Cell(**SECOND), maker("mars-m")) as trainer:
+        for give in (trainer.optimizer.state_dict, trainer.optimizer.sharded_state_dict):
+            with pytest.raises(SupportError) as caught:
+                give()
+            messages.append(str(caught.value))
+    return messages
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_SECOND, reason="this Megatron has version 1 alone")
+def test_version_2_refuses_what_megatron_cannot_do() -> None:
+    frozen, *unsaved = run_ranks(2, _refused_by_second)[0]
+    assert "a frozen parameter ('module.decoder.layers.0.input_layernorm.weight') is invalid with" in frozen
+    assert all("cannot be saved" in message and "--no-save-optim" in message for message in unsaved)
+    given = SimpleNamespace(save="folder", use_megatron_fsdp=True, ckpt_format="fsdp_dtensor", megatron_fsdp_version=2)
+    with pytest.raises(SupportError, match="--save is invalid with --megatron-fsdp-version 2"):
+        refuse_format(given, "mars-m", NAMES["mars-m"][0])
+    given.no_save_optim = True
+    refuse_format(given, "mars-m", NAMES["mars-m"][0])
