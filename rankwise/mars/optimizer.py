@@ -349,7 +349,8 @@ def _measured(unit: StepUnit, bucket: Bucket, passes: Iterator[Pass], measured: 
     """Run a bucket's passes: squared norms of the momenta, by the shards' index, where one pass has measured all."""
     found = []
     for update in passes:
-        update.measured = measured
+        # Of matrices that travel, their owners measure what they gather.
+        update.measured = measured and unit.exchange is not None and bool(unit.exchange.in_place_shards)
         found.append(unit.run(update))
     if len(found) != 1 or found[0] is None:
         return {}
