@@ -20,7 +20,7 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from deepspeed_plugin.affine_maps import tensor_parallel_shard
+from deepspeed_plugin.affine_maps import expert_shard, is_stack, tensor_parallel_shard
 from rankwise.layout.agreement import together
 from rankwise.layout.layout import LayoutError
 from rankwise.layout.layout_source import TensorParallel
@@ -83,7 +83,7 @@ def uncut(model: nn.Module, shape_of: Callable[[Tensor], Any]) -> None:
 def _looked_at(info: ParameterInfo, parameter: Parameter) -> Uncut:
     if getattr(parameter, DS_AUTOTP_UC_META, None):
         return Uncut(info, None, None, cut=True)
-    if parameter.is_meta or hasattr(parameter, "ds_id") or not parameter.numel():
+    if parameter.is_meta or hasattr(parameter, "ds_id") or not parameter.numel() or is_stack(parameter):
         return Uncut(info, None, None)
     # The positions are not evenly spaced, because a stride that the width divides would see one column only.
     generator = torch.Generator().manual_seed(parameter.numel())
@@ -130,7 +130,9 @@ def shards(model: nn.Module) -> dict[int, TensorParallelShard]:
         shards_by_id = {}
         for name, parameter in model.named_parameters():
             shape = info_of(parameter, name, "").shape
-            shards_by_id[id(parameter)] = shard = tensor_parallel_shard(name, parameter, shape, rank, ways)
+            experts = expert_shard(name, parameter)
+            shard = tensor_parallel_shard(name, parameter, shape, rank, ways) if experts is None else experts
+            shards_by_id[id(parameter)] = shard
             _compare(saved[name], parameter, shard)
         return shards_by_id
 

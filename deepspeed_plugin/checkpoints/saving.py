@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from deepspeed_plugin.auto_tp import is_cut
 from deepspeed_plugin.checkpoints.files import ASIDE, RECORD, REPLACING, zero_form
 from deepspeed_plugin.checkpoints.reading import read_together
 from deepspeed_plugin.layouts import DeepSpeedLayout
@@ -124,6 +125,7 @@ class _Replacement:
         # Other writers may write later, or to another place.
         self._aside = isinstance(writer, TorchCheckpointEngine)
         self._files: list[Path] = []
+        self._shared: set[Path] = set()
         self._failures: list[Exception] = []
         self._marked = False
 
@@ -131,12 +133,23 @@ class _Replacement:
     def writing(self, engine: DeepSpeedEngine) -> Iterator[None]:
         """Let an engine write aside, and keep errors for :meth:`settle`, because DeepSpeed's saves end in a barrier."""
         write = self._writer.save
+        # Beside AutoTP, DeepSpeed 0.19.8 lets ranks with copies of an expert write one file.
+        several = engine.has_moe_layers and is_cut(engine)
 
         def save(state_dict: Any, path: str) -> Any:
             if not self._aside:
                 return write(state_dict, path)
             self._files.append(Path(path))
-            return write(state_dict, path + ASIDE)
+            if not several or "_expert_" not in Path(path).name:
+                return write(state_dict, path + ASIDE)
+            self._shared.add(Path(path))
+            own = Path(f"{path}.{engine.global_rank}{ASIDE}")
+            try:
+                written = write(state_dict, str(own))
+                own.replace(path + ASIDE)
+            finally:
+                own.unlink(missing_ok=True)
+            return written
 
         with (
             self._held(self._writer, "save", save),
@@ -171,7 +184,8 @@ class _Replacement:
     def commit(self) -> None:
         """Give the files their names; called when all ranks have announced it."""
         for path in self._files:
-            _beside(path).replace(path)
+            with suppress(FileNotFoundError) if path in self._shared else nullcontext():
+                _beside(path).replace(path)
 
     def finish(self) -> None:
         """Remove the mark; called when all ranks have given their files their names."""

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rankwise.fsdp.living_modules import living_modules
@@ -31,14 +32,16 @@ def refuse_replaced(owner: str, named: Mapping[str, Tensor]) -> None:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     reasons: dict[str, str] = {}
-    for module in living_modules([FSDPModule, FullyShardedDataParallel]):
+    # FSDP1 cannot wrap a module without a process group.
+    classes = [FSDPModule, FullyShardedDataParallel] if dist.is_initialized() else [FSDPModule]
+    for module in living_modules(classes):
         if issubclass(type(module), FSDPModule):
             present = {_plain(name): parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
             _refuse_misplaced(owner, named, present)
             reasons |= _replaced(named, present) | _gathered(named, module)
         else:
             reasons |= _flattened(named, module)
-    owned = _owned(named[name] for name in reasons)
+    owned = _owned(named[name] for name in reasons) if reasons else set()
     for name, reason in reasons.items():
         if id(named[name]) not in owned:
             raise OptionError(f"{owner}: the parameter '{name}' is invalid{reason}")

@@ -8,13 +8,14 @@ inputs. The owner of a matrix has its gradient anyway, so that nothing is captur
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from hashlib import blake2b, shake_256
 
 import torch
 from torch import Tensor
 
+from rankwise.comm.exchange import MatrixExchange
 from rankwise.comm.owner_plan import MatrixTask
 from rankwise.mkor.layer_signature import LayerSignature
 from rankwise.statistics.factor_vectors import LayerVectors
@@ -61,15 +62,22 @@ class Sketches:
             tasks: Matrices of one signature.
             gradients: Gradients of the weights, 1-D, in the order of their memory.
         """
+        # Experts of a stack lie behind one another in memory, but their names do not follow in that order.
+        order = sorted(range(len(tasks)), key=lambda place: _memory(gradients[place]))
+        tasks, gradients = [tasks[place] for place in order], [gradients[place] for place in order]
         signature: LayerSignature = tasks[0].signature
         shape = (signature.outputs, signature.inputs)
         shape = shape[::-1] if signature.transposed else shape
         like = gradients[0]
         by_row, by_column = (torch.empty(len(tasks), length, dtype=like.dtype, device=like.device) for length in shape)
-        for place, (task, gradient) in enumerate(zip(tasks, gradients, strict=True)):
-            matrix, step = gradient.view(shape), self._due[task.key]
-            torch.mv(matrix, self._signs("columns", step, shape[1]).to(like.dtype), out=by_row[place])
-            torch.mv(matrix.T, self._signs("rows", step, shape[0]).to(like.dtype), out=by_column[place])
+        steps = [self._due[task.key] for task in tasks]
+        for places, matrices in _stacks([gradient.view(shape) for gradient in gradients], steps):
+            for side, given, made in (("columns", matrices, by_row), ("rows", matrices.mT, by_column)):
+                signs = self._signs(side, steps[places.start], given.shape[-1]).to(like.dtype)
+                if given.dim() == 2:
+                    torch.mv(given, signs, out=made[places.start])
+                else:
+                    torch.bmm(given, signs[:, None].expand(len(given), -1, -1), out=made[places, :, None])
         combinations = (value.to(self._table.dtype) for value in (by_row, by_column))
         outputs, inputs = reversed([*combinations]) if signature.transposed else combinations
         seen = (outputs.abs().amax(1) + inputs.abs().amax(1) != 0).to(outputs.dtype).split(1)
@@ -79,6 +87,33 @@ class Sketches:
         # Signs do not depend on the matrix: nothing is summed over matrices, and wrappers of modules change names.
         start = _offset(side, step)
         return self._table[start : start + length]
+
+
+def _stacks(matrices: Sequence[Tensor], steps: Sequence[int]) -> Iterator[tuple[slice, Tensor]]:
+    """Yield places of matrices, and what is one product's: a matrix, or on accelerators a stack that memory holds.
+
+    Args:
+        matrices: Contiguous matrices of one shape.
+        steps: The number of each one's step; those of a stack have the same.
+    """
+    alone, first = matrices[0].device.type in MatrixExchange.one_by_one_on, 0
+    places = [_memory(matrix) for matrix in matrices]
+    while first < len(matrices):
+        here, end, gap = matrices[first], first + 1, 0
+        while not alone and end < len(matrices) and steps[end] == steps[first]:
+            (memory, start), (before, last) = places[end], places[end - 1]
+            gap = gap or start - last
+            if memory != before or start - last != gap:
+                break
+            end += 1
+        stack = here if end == first + 1 else here.as_strided((end - first, *here.shape), (gap, *here.stride()))
+        yield slice(first, end), stack
+        first = end
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """Return which storage holds a tensor, and where it begins there."""
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 
 def sign_table(longest: int, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -89,6 +89,13 @@ GRIDS = {
     "ZeRO 2, cut and shared out": Grid(4, TYPES, {"stage": 2}),
     "ZeRO 3, cut and shared out": Grid(4, ("LDAdam",), {"stage": 3}),
     "ZeRO 3, all types": Grid(4, ALL, {"stage": 3}),
+    "ZeRO 2, AutoTP beside it": Grid(2, ("LDAdam", "MARS-M"), {"stage": 2, "cut": 2}),
+    "ZeRO 2, AutoTP beside all types": Grid(2, ALL, {"stage": 2, "cut": 2}),
+    "ZeRO 3, AutoTP beside it": Grid(2, ALL, {"stage": 3, "cut": 2, "model": "qwen2_moe"}),
+    "ZeRO 1, AutoTP on four ranks": Grid(4, ALL, {"stage": 1, "cut": 2}),
+    "ZeRO 2, AutoTP and experts on four ranks": Grid(4, ALL, {"stage": 2, "cut": 2, "shared": 4, "model": "qwen2_moe"}),
+    "ZeRO 3, AutoTP on four ranks": Grid(4, ALL, {"stage": 3, "cut": 2}),
+    "ZeRO 2, all ranks of AutoTP": Grid(4, ALL, {"stage": 2, "cut": 4}),
     "ZeRO 1, all types": Grid(2, ALL, {"stage": 1}),
     "ZeRO 2, a shared expert": Grid(4, ALL, {"stage": 2, "model": "qwen2_moe"}),
     "ZeRO 3, a shared expert": Grid(2, ALL, {"stage": 3, "model": "qwen2_moe"}),
@@ -96,7 +103,7 @@ GRIDS = {
     "ZeRO 3, whole stacks": Grid(2, ALL, {"stage": 3, "shared": 1}),
     "ZeRO 3, an expert on each rank": Grid(4, ALL, {"stage": 3, "shared": 4}),
 }
-QUICK = ("ZeRO 2, cut and shared out", "ZeRO 3, cut and shared out")
+QUICK = ("ZeRO 2, cut and shared out", "ZeRO 3, cut and shared out", "ZeRO 2, AutoTP beside it")
 
 
 @pytest.mark.parametrize(
@@ -192,6 +199,9 @@ def _refusals(rank: int, world: int, folder: str) -> list[str]:
         (Cell("LDAdam", experts=8, **other), True, None),
         (Cell("LDAdam", **other), True, "w2"),
         (Cell("LDAdam", model="qwen2_moe", **other), True, None),
+        # DeepSpeed forgets nothing of AutoTP: these come last.
+        (Cell("LDAdam", cut=2, config={"gradient_clipping": 1.0}), False, None),
+        (Cell("LDAdam", cut=2), True, None),
     ):
         try:
             run = runs.engine_of(cell, world, freeze=frozen)
@@ -211,6 +221,8 @@ def test_what_cannot_be_done_is_refused_alike(tmp_path: Path) -> None:
         "of another model",
         "model.layers.0.mlp.experts.w2, which is not trained, lies in a file for each expert",
         "of another model",
+        "gradient_clipping=1.0",
+        "autotp_size 1, this run has 2",
     )
     for messages in run_ranks(2, _refusals, str(tmp_path)):
         for message, word in zip(messages, words, strict=True):

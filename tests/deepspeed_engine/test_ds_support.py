@@ -32,6 +32,8 @@ def _fake_engine(offload: dict[str, Any] | None = None, **settings: Any) -> Any:
         "zero_hpz_partition_size": lambda: 1,
         "torch_autocast_enabled": lambda: True,
         "torch_autocast_dtype": lambda: torch.bfloat16,
+        "gradient_clipping": lambda: 1.0,
+        "zero_optimization_stage": lambda: 2,
         "mp_world_size": 1,
         "mpu": None,
         "sequence_parallel_size": 1,
@@ -40,6 +42,15 @@ def _fake_engine(offload: dict[str, Any] | None = None, **settings: Any) -> Any:
         "bf16_optimizer_states": lambda: False,
     }
     return SimpleNamespace(**{**defaults, **settings})
+
+
+def _experts(native: bool) -> dict[str, Any]:
+    """Settings of an engine whose model has experts of deepspeed.moe.layer.MoE, or of AutoEP."""
+    experts = torch.nn.Linear(2, 2)
+    for weight in experts.parameters():
+        weight.allreduce = False  # type: ignore[attr-defined]
+        weight.ds_autoep_uc_meta = {} if native else {"logical_shape": [2, 2]}  # type: ignore[attr-defined]
+    return {"has_moe_layers": True, "module": experts}
 
 
 @pytest.mark.parametrize(
@@ -68,7 +79,8 @@ def _fake_engine(offload: dict[str, Any] | None = None, **settings: Any) -> Any:
         ({"mp_world_size": 2}, "tensor parallelism=2", "tensor_parallel.autotp_size"),
         ({"torch_autocast_dtype": lambda: torch.float16}, "torch_autocast.dtype='float16'", "use bfloat16"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size=2", "parallel_state_sp"),
-        ({"autotp_size": lambda: 2, "has_moe_layers": True}, "tensor_parallel.autotp_size=2", "leave it out"),
+        ({"autotp_size": lambda: 2, **_experts(native=True)}, "tensor_parallel.autotp_size=2", "leave it out"),
+        ({"autotp_size": lambda: 2, **_experts(native=False)}, "gradient_clipping=1.0", "ZeRO stage 3"),
         ({"autotp_size": lambda: 2, "sequence_parallel_size": 2}, "tensor_parallel.autotp_size=2", "leave it out"),
     ],
 )

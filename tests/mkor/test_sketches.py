@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from counted_launches import Launches
 from ranks import run_ranks
 from simulated import Conv1D
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise import MKOR, annotate
+from rankwise.comm.exchange import MatrixExchange
 from rankwise.comm.owner_plan import MatrixTask
 from rankwise.mkor.layer_signature import LayerSignature
 from rankwise.mkor.sketches import Sketches, sign_table
@@ -162,6 +164,25 @@ def test_signs_are_the_same_for_ever() -> None:
     bits = bytes((table > 0).to(torch.uint8).tolist())
     assert table.abs().eq(1).all() and len(table) == 2**16 + 1000 and abs(float(table.mean())) < 0.01
     assert hashlib.sha256(bits).hexdigest()[:16] == "7e42c43e6de60112"
+
+
+def test_matrices_behind_one_another_are_combined_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On accelerators: what comes out is what each gives alone, in any order, at any distance, at other steps."""
+    shape, table = (4, 3), sign_table(4, torch.device("cpu"), torch.float64)
+    buffer = torch.randn(200, dtype=torch.float64)
+    starts = [24, 0, 12, 36, 60, 80, 100, 121, 133]
+    tasks = [_task(f"w{place}", *shape) for place in range(len(starts) + 1)]
+    gradients = [*(buffer[start : start + 12] for start in starts), torch.randn(12, dtype=torch.float64)]
+    sketches = Sketches({task.key: 5 if task.key == "w8" else 2 for task in tasks}, table, 0.95, 1)
+    alone = sketches.of(tasks, gradients)
+    monkeypatch.setattr(MatrixExchange, "one_by_one_on", ())
+    with Launches([]) as launches:
+        together = sketches.of(tasks, gradients)
+    # [0, 12, 24, 36], [60, 80, 100], 121, 133 of another step, and another tensor.
+    assert [launches.found.count(name) for name in ("bmm", "mv")] == [4, 6]
+    for key, vectors in alone.items():
+        for one, other in zip(vectors, together[key], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-14)
 
 
 def _task(key: str, outputs: int, inputs: int) -> MatrixTask:
