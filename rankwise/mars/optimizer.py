@@ -350,7 +350,7 @@ def _measured(unit: StepUnit, bucket: Bucket, passes: Iterator[Pass], measured: 
     found = []
     for update in passes:
         # Of matrices that travel, their owners measure what they gather.
-        update.measured = measured and unit.exchange is not None and bool(unit.exchange.in_place_shards)
+        update.measured = measured and unit.exchange is not None and len(unit.exchange.in_place_shards) > 0
         found.append(unit.run(update))
     if len(found) != 1 or found[0] is None:
         return {}

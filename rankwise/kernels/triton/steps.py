@@ -312,10 +312,9 @@ def _update_tiles(
 ) -> None:
     """Update tiles of a run; its fields are gradient, momentum, weight, second moment, reference, or some of these."""
     lanes = lanes_of(BLOCK)
-    # Addresses are read before the loop: the compiler cannot know that no store of it overwrites them.
+    # Addresses are read before the loop, because no store of it overwrites them.
     grads, first_block = place_of(row, 0, start, FAST, GRAD), start // _SHARED
-    # A step has no momentum, and its weight takes that place.
-    weights = place_of(row, 1 if RULE == 3 else 2, start, FAST)
+    weights = place_of(row, 1 if RULE == 3 else 2, start, FAST)  # a step has no momentum
     momenta = place_of(row, 1, start, FAST, EXP_AVG)
     seconds = place_of(row, 3 if RULE == 2 else 0, start, FAST, EXP_AVG_SQ)
     references = place_of(row, FIELDS - 1, start, FAST, REFERENCE)
@@ -350,9 +349,7 @@ def _update_tiles(
             store(moved(references, offset, FAST), exponents3 + block, blocks, grad, lanes, inside, noise, FAST,
                   REFERENCE, REFERENCE_AT, REFERENCE_RANDOM)
         if RULE == 3:
-            direction = value
-            if SCALED:
-                direction = value * factor
+            direction = value * factor
             value = value * (rate * factor)
         else:
             if SCALED:
@@ -366,8 +363,7 @@ def _update_tiles(
                 momentum = tl.where(share == 0.0, momentum, momentum + share * (value - momentum))
             direction = momentum
             if MEASURED:
-                square = direction.to(tl.float64)
-                total += tl.sum(square * square, axis=1)
+                total += tl.sum(direction.to(tl.float64) * direction.to(tl.float64), axis=1)
             if RULE == 1:
                 value = rate * ((momentum > 0.0).to(tl.float32) - (momentum < 0.0).to(tl.float32))
             if RULE == 2:

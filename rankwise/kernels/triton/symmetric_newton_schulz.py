@@ -222,7 +222,6 @@ def _symmetric_kernel(
         value = tl.where(first[:, None] >= second[None, :], value, tl.trans(value))
     tl.store(out + place, value, mask=inside)
     if SHIFT:
-        # Off the diagonal both outputs are the same.
         sums = (value.to(tl.float32) + shift).to(out.dtype.element_ty)
         tl.store(shifted + place, tl.where(first[:, None] == second[None, :], sums, value), mask=inside)
     if beside < below:
