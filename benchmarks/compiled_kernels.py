@@ -66,6 +66,7 @@ def recorded(call: Callable[[], Any], target: str = "sm_90") -> list[Launch]:
     with ExitStack() as stack:
         described = mock.patch.object(symmetric_newton_schulz, "_has_descriptors", lambda device: target == "sm_90")
         stack.enter_context(described)
+        stack.enter_context(mock.patch.object(torch.version, "hip", "6" if TARGETS[target][0] == "hip" else None))
         for module in kernel_modules():
             if hasattr(module, "launch"):
                 stack.enter_context(mock.patch.object(module, "launch", record))
@@ -250,7 +251,9 @@ def update(rule: Any, compared: bool = True, of_device: bool = False, lr: Any = 
     names = (*FIELDS[rule], *(("reference",) if compared else ()))
     numbers = counts(of_device) if rule == "adamw" else 1
     scalars = Scalars(lr=lr, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=numbers, k=0.5, advance=rule != "lion")
-    triton.run(Pass(rule, {name: run() for name in names}, scalars, None if rule == "lion" else torch.ones(2)))
+    scalars.clip = 1.0 if compared else None
+    factors, measured = None if rule == "lion" else torch.ones(2), rule in ("momentum", "nesterov")
+    triton.run(Pass(rule, {name: run() for name in names}, scalars, factors, measured))
 
 
 def step_of_products(dtype: torch.dtype) -> None:
@@ -316,12 +319,13 @@ def narrow_sonew(band: int, second: torch.dtype = torch.bfloat16) -> None:
 
 
 def newton_schulz(dtype: torch.dtype) -> None:
-    from rankwise.kernels.triton.symmetric_newton_schulz import symmetric_polynomial, symmetric_product, symmetric_step
+    from rankwise.kernels.triton.symmetric_newton_schulz import symmetric_product, symmetric_step
 
     x = torch.zeros(2, 64, 64, dtype=dtype)
     symmetric_product(x)
     symmetric_product(x.mT)
-    symmetric_polynomial(x, 1.0, 2.0)
+    symmetric_step(x, x, x, 1.0, 2.0)
+    symmetric_step(x, x, x, 1.0, 2.0, torch.zeros_like(x), 3.0)
     symmetric_step(x, torch.zeros_like(x), x, 2.0)
     symmetric_product(torch.zeros(2, 48, 36, dtype=dtype))
 
@@ -377,7 +381,7 @@ def narrow_update(first: torch.dtype, second: torch.dtype) -> None:
 
     states = {"exp_avg": narrow(first), "exp_avg_sq": narrow(second), "reference": narrow(first)}
     wide = {name: [torch.zeros(64), torch.zeros(4096)] for name in ("grad", "param")}
-    scalars = Scalars(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=2, k=0.5, advance=True)
+    scalars = Scalars(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=2, k=0.5, advance=True, clip=1.0)
     triton.run(Pass("adamw", {**wide, **states}, scalars, torch.ones(2)))
     triton.squared_norms(wide["grad"], states["reference"], 0.5)
 

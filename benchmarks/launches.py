@@ -126,7 +126,7 @@ def _of_runs(name: str, table: Sequence[int], given: dict[str, Any]) -> int:
             moved += _bytes(given, "REFERENCE") * (2 if given.get("ADVANCE") else 1)
         return int(moved * sum(table[fields::stride]))
     if name == "normalise_kernel":
-        return (4 + given["ELEMENT"].primitive_bitwidth // 8) * sum(table[2::3])
+        return (4 + given["ELEMENT"].primitive_bitwidth // 8) * sum(table[2::4])
     if name in ("_gather_kernel", "_squares_kernel", "_finish_kernel"):
         fields, size = given["FIELDS"], given["ELEMENT"].primitive_bitwidth // 8
         # Gradients are rounded; results are measured, and written elsewhere or left alone.

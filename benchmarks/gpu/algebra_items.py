@@ -45,7 +45,6 @@ def _products(place: Place, shape: tuple[int, int, int]) -> Found:
     from rankwise.kernels.triton.chosen_products import Shape, by_shape
     from rankwise.kernels.triton.symmetric_newton_schulz import (
         newton_schulz,
-        symmetric_polynomial,
         symmetric_product,
         symmetric_step,
     )
@@ -59,8 +58,8 @@ def _products(place: Place, shape: tuple[int, int, int]) -> Found:
     times = [
         place.seconds(lambda: symmetric_product(x)),
         place.seconds(lambda: PLAIN.square(x)),
-        place.seconds(lambda: symmetric_polynomial(gram, *polynomial)),
-        place.seconds(lambda: PLAIN.polynomial(gram, *polynomial)),
+        place.seconds(lambda: symmetric_step(gram, gram, gram, *polynomial)),
+        place.seconds(lambda: PLAIN.step(gram, gram, gram, *polynomial)),
         place.seconds(lambda: torch.baddbmm(x, gram, x, beta=3.4)),
     ]
     matrix = torch.randn(batch, m, n, device=place.device)

@@ -52,10 +52,11 @@ def gradients(update: Pass) -> Tensors:
     """Return the gradients of a pass, corrected and scaled as it says, and let the references advance."""
     grads, references, k = update.grads, update.references, update.scalars.k
     result = grads if references is None else corrected(grads, references, k)
-    if update.factors is not None:
+    coefficients = update.coefficients
+    if coefficients is not None:
         if result is grads and update.rule != "step":
             result = [grad.clone() for grad in grads]
-        scale_by_(result, update.factors)
+        scale_by_(result, coefficients)
     if references is not None and update.scalars.advance:
         # A copy: frameworks reuse their gradient buffers, and a reference would compare g with itself.
         copy_(references, grads)

@@ -9,7 +9,13 @@ from torch import Tensor
 
 from rankwise.updates.adamw import Scalar
 
-__all__ = ["OrthogonalStep"]
+__all__ = ["Momentum", "OrthogonalStep", "Square"]
+
+Square = tuple[Tensor, int]
+"""A vector of squared norms in fp64, and the place of one in it."""
+
+Momentum = tuple[Tensor, Tensor, Tensor | None, int]
+"""Momentum and weight of a matrix, 1-D, and the square of the momentum's norm; no vector where it is not known."""
 
 
 @dataclass
@@ -28,6 +34,7 @@ class OrthogonalStep:
         weight_decay: Decoupled decay rate.
         cautious: Whether elements that step away from zero do not decay.
         product: Type of the products; None: that of the call that does the step.
+        square: The squared norm of the momentum, where it is known.
     """
 
     shape: tuple[int, int]
@@ -41,11 +48,12 @@ class OrthogonalStep:
     weight_decay: float = 0.0
     cautious: bool = False
     product: torch.dtype | None = None
+    square: Square | None = None
 
-    def matrices(self) -> list[tuple[Tensor, Tensor]]:
-        """Return momentum and weight of each matrix, 1-D."""
+    def matrices(self) -> list[Momentum]:
+        """Return the matrices one by one."""
         length = self.shape[0] * self.shape[1]
         if self.momentum.numel() == self.weight.numel() == length:
-            return [(self.momentum, self.weight)]
-        parts = (tensor.view(-1, length).unbind() for tensor in (self.momentum, self.weight))
-        return list(zip(*parts, strict=True))
+            return [(self.momentum, self.weight, *(self.square or (None, 0)))]
+        momenta, weights = (tensor.view(-1, length).unbind() for tensor in (self.momentum, self.weight))
+        return [(momentum, weight, None, 0) for momentum, weight in zip(momenta, weights, strict=True)]

@@ -13,9 +13,9 @@ so, with the names of the fields and of the scalars:
     \text{"adamw"} &: \quad \text{the momentum; } v \leftarrow \beta_2 v + (1 - \beta_2)\,c^2 \text{; a step along }
         \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
 
-with a factor ``f`` for every shard. Where decay is cautious, an element :math:`x` whose sign is opposed to that of
-its direction does not decay (arXiv 2510.12402, Algorithm 1). A paper's element-wise rule is one of these with the
-paper's own scalars.
+with a factor ``f`` for every shard, or what clips its norm. Where decay is cautious, an element :math:`x` whose sign is
+opposed to that of its direction does not decay (arXiv 2510.12402, Algorithm 1). A paper's element-wise rule is one of
+these with the paper's own scalars.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch import Tensor, stack
 
 from rankwise.kernels.low_precision_runs import LowPrecisionRuns
 from rankwise.updates.adamw import Scalar, Step, bias_corrections
+from rankwise.updates.clipping import clip_coefficient
 
 __all__ = ["FIELDS", "STATES", "Field", "Pass", "Rule", "Scalars", "Tensors", "only_some"]
 
@@ -70,6 +71,7 @@ class Scalars:
         advance: Whether the gradients become the references.
         nesterov: Share of the gradient in what "nesterov" writes, and in what gives "lion" its signs; 0 leaves the
             momentum alone.
+        clip: Norm to which gradients are scaled down; the factors are squared norms then. None: they are factors.
     """
 
     lr: Scalar = 0.0
@@ -81,6 +83,7 @@ class Scalars:
     k: float = 0.0
     advance: bool = False
     nesterov: float = 0.0
+    clip: float | None = None
 
 
 @dataclass(slots=True)
@@ -95,7 +98,8 @@ class Pass:
             the pass changes them. "grad" is only read, but "step" may overwrite its directions; the other fields are
             updated in place. "nesterov" overwrites "param", which may lie where the gradients do.
         scalars: Numbers of the rule.
-        factors: (shards,) factors of the (corrected) gradients; None for 1.
+        factors: (shards,) factors of the (corrected) gradients, or with a clip the squares of their norms; None for 1.
+        measured: Whether the form may return the squared norms of the momenta, or of what "nesterov" writes.
 
     Raises:
         ValueError: A list is missing or superfluous, ``step`` is a number below 1, or there is not one factor, or
@@ -106,6 +110,7 @@ class Pass:
     fields: Mapping[str, Field]
     scalars: Scalars
     factors: Tensor | None = None
+    measured: bool = False
 
     def __post_init__(self) -> None:
         names = (*FIELDS[self.rule], *(("reference",) if "reference" in self.fields else ()))
@@ -151,6 +156,13 @@ class Pass:
     def references(self) -> Tensors | None:
         """The gradients to compare with; None where there are none."""
         return self.wide("reference") if "reference" in self.fields else None
+
+    @property
+    def coefficients(self) -> Tensor | None:
+        """(shards,) factors, of the clip where there is one; None for 1."""
+        if self.factors is None or self.scalars.clip is None:
+            return self.factors
+        return clip_coefficient(self.factors, self.scalars.clip).to(self.grads[0].dtype)
 
     def wide(self, name: str) -> Tensors:
         """Return a field that is not narrow."""

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from rankwise.comm.owner_plan import MatrixTask
 from rankwise.kernels.dispatch import orthogonal_product_for
-from rankwise.kernels.passes import STATES, Scalars
+from rankwise.kernels.orthogonal_step import Square
+from rankwise.kernels.passes import STATES, Pass, Scalars
 from rankwise.kernels.passes import Rule as PassRule
 from rankwise.kernels.surroundings import undisturbed
 from rankwise.layout.dtensors import local_gradient, local_view
 from rankwise.layout.layout_source import LayoutSource
 from rankwise.mars.options import MARSOptions
 from rankwise.mars.orthogonal_matrices import MARSRule, MomentumSignature, steps_in_place
-from rankwise.mars.rule import clip_coefficient, correction_factor
+from rankwise.mars.rule import correction_factor
 from rankwise.mars.spec import MARSSpec
 from rankwise.options.constructor import options_as_keywords
 from rankwise.options.validation import OptionError, called_or
@@ -42,10 +43,10 @@ _FOLDED = {"exp_avg": "grad_avg"}
 
 
 class _Part(NamedTuple):
-    """A bucket's shards of one kind with their clip coefficients."""
+    """A bucket's shards of one kind with the squared norms that a clip looks at."""
 
     bucket: Bucket
-    coefficients: Tensor | None
+    norms: Tensor | None
     orthogonal: bool
 
 
@@ -185,19 +186,20 @@ class MARS(ShardedOptimizer):
             if bucket.rule == "fallback":
                 self._fallback(unit, bucket)
         matrices = [bucket for bucket in buckets if bucket.rule == "matrix"]
-        coefficients = self._clip_coefficients(unit, matrices)
+        clipped = self._clipped(unit, matrices)
+        squares: dict[int, Square] = {}
         orthogonal: list[Bucket] = []
         folded: list[Bucket] = []
         opened: list[_Part] = []
-        for bucket, span in spans(matrices):
-            for part in self._parts(bucket, None if coefficients is None else coefficients[span]):
+        for bucket in matrices:
+            for part in self._parts(bucket, clipped.get(id(bucket))):
                 if part.orthogonal and self.spec.folds(True, bucket.group):
                     folded.append(part.bucket)
                     continue
                 if part.orthogonal and unit.layout.world_size == 1 and unit.narrow.is_narrow(part.bucket, "exp_avg"):
                     opened += _in_portions(part)
                     continue
-                self._element_wise(unit, part)
+                squares |= self._element_wise(unit, part)
                 if part.orthogonal:
                     orthogonal.append(part.bucket)
                 else:
@@ -208,14 +210,14 @@ class MARS(ShardedOptimizer):
 
         def step(some: list[Bucket]) -> None:
             matrices = StepMatrices(unit, some, self.step_groups, self.health)
-            step_matrices(MARSRule(matrices, self.options, product))
+            step_matrices(MARSRule(matrices, self.options, product, squares))
 
         for some in _at_once(unit, folded):
-            _form_momenta(unit, some)
+            squares |= _form_momenta(unit, some)
             step([*orthogonal, *some])
             orthogonal = []
         for part in opened:
-            self._element_wise(unit, part)
+            squares |= self._element_wise(unit, part)
             step([part.bucket])
             unit.narrow.keep_apart()
             part.bucket.found.clear()
@@ -228,36 +230,29 @@ class MARS(ShardedOptimizer):
             decay = decay / ratio if ratio else 0.0
         adamw_step(unit, bucket, lr=group["lr"] * ratio, betas=group["betas_1d"], weight_decay=decay)
 
-    def _clip_coefficients(self, unit: StepUnit, buckets: list[Bucket]) -> Tensor | None:
-        """For every shard, what clips the corrected gradient of its whole parameter: one collective."""
-        clipping = any(bucket.group["clip"] is not None for bucket in buckets)
-        # Other ranks may have something to clip where this one has nothing.
-        if not clipping and not unit.sums.straddlers:
-            return None
+    def _clipped(self, unit: StepUnit, buckets: list[Bucket]) -> dict[int, Tensor]:
+        """Squared norms of the whole corrected gradients of a bucket's shards, by its ``id``: one collective."""
         measured = [bucket for bucket in buckets if bucket.group["clip"] is not None]
+        # Other ranks may have something to clip where this one has nothing.
+        if not measured and not unit.sums.straddlers:
+            return {}
         norms = [_corrected_norms(unit, bucket) for bucket in measured] or [
             torch.zeros(0, dtype=torch.float64, device=unit.device)
         ]
         entries = [entry for bucket in measured for entry in bucket.entries]
         squares = unit.sum_over_ranks(entries, joined(norms))[0]
-        clipped = {id(bucket): squares[span] for bucket, span in spans(measured)}
-        found = []
-        for bucket in buckets:
-            if id(bucket) not in clipped:
-                found.append(torch.ones(len(bucket.entries), dtype=unit.dtype, device=unit.device))
-            else:
-                found.append(clip_coefficient(clipped[id(bucket)], bucket.group["clip"]).to(unit.dtype))
-                self.health.add("clip_rate", (found[-1] < 1).sum(), len(bucket.entries))
-        return joined(found) if clipping else None
+        for bucket, span in spans(measured):
+            self.health.add("clip_rate", (squares[span] > bucket.group["clip"] ** 2).sum(), len(bucket.entries))
+        return {id(bucket): squares[span] for bucket, span in spans(measured)}
 
-    def _parts(self, bucket: Bucket, coefficients: Tensor | None) -> list[_Part]:
+    def _parts(self, bucket: Bucket, norms: Tensor | None) -> list[_Part]:
         """A bucket's shards by what becomes of their momentum."""
         places: dict[bool, list[int]] = bucket.entries.once("momenta", self._places_by_momentum)
         if len(places) == 1:
-            return [_Part(bucket, coefficients, orthogonal) for orthogonal in places]
+            return [_Part(bucket, norms, orthogonal) for orthogonal in places]
         parts = []
         for orthogonal, chosen in places.items():
-            own = None if coefficients is None else torch.stack([coefficients[place] for place in chosen])
+            own = None if norms is None else torch.stack([norms[place] for place in chosen])
             parts.append(_Part(bucket.only(chosen), own, orthogonal))
         return parts
 
@@ -268,11 +263,11 @@ class MARS(ShardedOptimizer):
             found[self.spec.is_orthogonal(entry.info)].append(place)
         return {orthogonal: places for orthogonal, places in found.items() if places}
 
-    def _element_wise(self, unit: StepUnit, part: _Part) -> None:
-        """The variant's rule, or the momentum alone, which is to be orthogonalised."""
+    def _element_wise(self, unit: StepUnit, part: _Part) -> dict[int, Square]:
+        """The variant's rule, or the momentum alone, which is to be orthogonalised: then see :func:`_measured`."""
         rule: PassRule = "momentum" if part.orthogonal else "lion" if self.options.variant == "lion" else "adamw"
         bucket, group = part.bucket, part.bucket.group
-        scalars = Scalars(betas=group["betas"], k=_factor(bucket))
+        scalars = Scalars(betas=group["betas"], k=_factor(bucket), clip=group["clip"])
         # In exact mode the reference is recorded; it is not the gradient of the step before.
         scalars.advance = not self.options.exact
         if not part.orthogonal:
@@ -284,8 +279,8 @@ class MARS(ShardedOptimizer):
         states = {name: name for name in ("reference", *STATES[rule])}
         if self.spec.folds(part.orthogonal, group):
             states, scalars.nesterov = _FOLDED, group["gamma"]
-        for update in bucket.passes(rule, states, scalars, part.coefficients):
-            unit.run(update)
+        passes = bucket.passes(rule, states, scalars, part.norms)
+        return _measured(unit, bucket, passes, part.orthogonal)
 
     def _before_step(self, unit: StepUnit) -> None:
         # Before any state changes: the step can be repeated once the gradient is recorded.
@@ -332,21 +327,34 @@ def _in_portions(part: _Part) -> Iterator[_Part]:
     for some in portions([part.bucket], lambda entry, grad: grad.numel()):
         for bucket in some:
             last = first + len(bucket.entries)
-            own = None if part.coefficients is None else part.coefficients[first:last]
+            own = None if part.norms is None else part.norms[first:last]
             yield _Part(bucket, own, True)
             first = last
 
 
-def _form_momenta(unit: StepUnit, buckets: Sequence[Bucket]) -> None:
+def _form_momenta(unit: StepUnit, buckets: Sequence[Bucket]) -> dict[int, Square]:
     """Momenta to be orthogonalised, for this step only; in the gradients' own memory where that may be spent."""
+    squares: dict[int, Square] = {}
     for bucket in buckets:
         momenta = bucket.found["exp_avg"] = [
             grad if unit.spends(entry, grad) else torch.empty_like(grad)
             for entry, grad in zip(bucket.entries, bucket.grads, strict=True)
         ]
         scalars = Scalars(betas=bucket.group["betas"], nesterov=bucket.group["gamma"])
-        for update in bucket.passes("nesterov", _FOLDED, scalars, onto=momenta):
-            unit.run(update)
+        squares |= _measured(unit, bucket, bucket.passes("nesterov", _FOLDED, scalars, onto=momenta))
+    return squares
+
+
+def _measured(unit: StepUnit, bucket: Bucket, passes: Iterator[Pass], measured: bool = True) -> dict[int, Square]:
+    """Run a bucket's passes: squared norms of the momenta, by the shards' index, where one pass has measured all."""
+    found = []
+    for update in passes:
+        # Of matrices that travel, their owners measure what they gather.
+        update.measured = measured and unit.exchange is not None and len(unit.exchange.in_place_shards) > 0
+        found.append(unit.run(update))
+    if len(found) != 1 or found[0] is None:
+        return {}
+    return {entry.index: (found[0], place) for place, entry in enumerate(bucket.entries)}
 
 
 def _corrected_norms(unit: StepUnit, bucket: Bucket) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from rankwise.kernels.dispatch import (
     orthogonal_steps_for,
 )
 from rankwise.kernels.lists import decay_, subtract_scaled_
+from rankwise.kernels.orthogonal_step import Square
 from rankwise.mars import formulas
 from rankwise.mars.options import MARSOptions
 from rankwise.plan.step_unit import StepUnit
@@ -56,10 +57,14 @@ class MARSRule(MatrixRule):
         matrices: Matrices whose momenta are orthogonalised.
         options: Options with the variant "shampoo" or "muon".
         product: Type of the products.
+        squares: Squared norms of momenta, by the shards' index, where they are known.
     """
 
-    def __init__(self, matrices: StepMatrices, options: MARSOptions, product: torch.dtype) -> None:
+    def __init__(
+        self, matrices: StepMatrices, options: MARSOptions, product: torch.dtype, squares: Mapping[int, Square]
+    ) -> None:
         super().__init__(matrices)
+        self._squares = squares
         self._product, self._is_free = product, options.ns_dtype == "auto"
         self._variant: formulas.MatrixVariant = options.variant  # type: ignore[assignment]
         self._scaled_as: formulas.Scale = options.scale  # type: ignore[assignment]
@@ -141,4 +146,5 @@ class MARSRule(MatrixRule):
             weight_decay=group["weight_decay"],
             cautious=self.unit.cautious,
             product=self._product_of(signature),
+            square=self._squares.get(index),
         )

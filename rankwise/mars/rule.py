@@ -30,6 +30,7 @@ from torch import Tensor
 
 from rankwise.mars import formulas
 from rankwise.updates.adamw import adamw_update, bias_corrections, decoupled_step
+from rankwise.updates.clipping import clip_coefficient
 from rankwise.updates.newton_schulz import newton_schulz
 
 __all__ = ["corrected_gradient", "mars_adamw_step", "mars_lion_step", "mars_m_step", "mars_shampoo_step"]
@@ -38,11 +39,6 @@ __all__ = ["corrected_gradient", "mars_adamw_step", "mars_lion_step", "mars_m_st
 def correction_factor(gamma: float, beta1: float) -> float:
     """``gamma beta1 / (1 - beta1)``: how strongly the change of the gradient enters, 0.475 by default."""
     return gamma * beta1 / (1.0 - beta1)
-
-
-def clip_coefficient(squared_norm: Tensor, clip: float) -> Tensor:
-    """``min(1, clip / norm)``: 1 for a zero norm, NaN for a norm that is NaN."""
-    return clip / squared_norm.sqrt().clamp(min=clip)
 
 
 def corrected_gradient(g: Tensor, h: Tensor, gamma: float, beta1: float, clip: float | None = None) -> Tensor:

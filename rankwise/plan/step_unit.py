@@ -440,12 +440,19 @@ class StepUnit:
         finally:
             self.notes.drop(_NARROW)
 
-    def run(self, update: Pass) -> None:
-        """Run a pass; tensors with gaps go to torch's list operations, which alone take them."""
+    def run(self, update: Pass) -> Tensor | None:
+        """Run a pass; tensors with gaps go to torch's list operations, which alone take them.
+
+        Returns:
+            (shards,) fp64, the squared norms of what the pass says; None where its form does not measure them.
+        """
         update.scalars.cautious = self.cautious
         parts = self._by_form(update.grads)
+        if len(parts) == 1:
+            return parts[0][0].run(update)  # type: ignore[no-any-return]
         for form, places in parts:
-            form.run(update if len(parts) == 1 else update.only(places))
+            form.run(update.only(places))
+        return None
 
     def squared_norms(self, tensors: list[Tensor], references: Field | None = None, k: float = 0.0) -> Tensor:
         """Squared norms as in :func:`rankwise.kernels.lists.squared_norms`, for tensors with and without gaps."""

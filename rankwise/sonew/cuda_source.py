@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 __all__ = ["ELEMENTS", "THREADS", "beside", "kernel_source", "scratch_of", "shape_of", "span_of"]
 
 THREADS, ELEMENTS = 32, 4
@@ -67,8 +69,11 @@ def beside(band: int) -> int:
 
 
 def shape_of(band: int) -> tuple[int, int]:
-    """Return rows and warps of a program: a thread has one row or, if it needs few registers for each, two."""
-    return (8, 4) if band <= 1 else (8, 8)
+    """Return rows and warps of a program: a thread has one row or, if it needs few registers for each, two.
+
+    Warps of AMD's have 64 threads. More than one of them for two rows would compute everything twice.
+    """
+    return 8, 4 if band <= 1 or torch.version.hip is not None else 8
 
 
 def span_of(rows: int, threads: int) -> int:

@@ -50,14 +50,13 @@ class Products(NamedTuple):
 
     Attributes:
         square: ``X X^T`` of (b, m, n).
-        polynomial: ``b A + c A^2`` of symmetric ``A`` (b, m, m), ``b`` and ``c``.
-        step: ``a O + L R`` of symmetric ``L``, ``R`` and ``O`` (b, m, m) that commute, and ``a``.
+        step: ``a O + c L R`` of symmetric ``L``, ``R`` and ``O`` (b, m, m) that commute, ``a`` and ``c``, 1 by default.
+            Two more arguments are a tensor that gets the result and ``d I``, and ``d``.
         symmetric: Share of a full product's operations that they take: 0.5 where the upper half is mirrored.
     """
 
     square: Callable[[Tensor], Tensor]
-    polynomial: Callable[[Tensor, float, float], Tensor]
-    step: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    step: Callable[..., Tensor]
     symmetric: float
 
 
@@ -70,15 +69,22 @@ def _square(x: Tensor) -> Tensor:
     return x @ x.mT
 
 
-def _polynomial(gram: Tensor, linear: float, square: float) -> Tensor:
-    return torch.baddbmm(gram, gram, gram, beta=linear, alpha=square)
+def _step(
+    left: Tensor,
+    right: Tensor,
+    own: Tensor,
+    share: float,
+    factor: float = 1.0,
+    shifted: Tensor | None = None,
+    shift: float = 0.0,
+) -> Tensor:
+    found = torch.baddbmm(own, left, right, beta=share, alpha=factor)
+    if shifted is not None:
+        shifted.copy_(found).diagonal(dim1=-2, dim2=-1).add_(shift)
+    return found
 
 
-def _step(left: Tensor, right: Tensor, own: Tensor, share: float) -> Tensor:
-    return torch.baddbmm(own, left, right, beta=share)
-
-
-PLAIN = Products(_square, _polynomial, _step, 1.0)
+PLAIN = Products(_square, _step, 1.0)
 """The products of torch's library."""
 
 
@@ -156,7 +162,9 @@ def iterate(x: Tensor, table: Sequence[Quintic], products: Products = PLAIN, tur
         turned: Whether the matrices lie transposed.
     """
     for a, b, c in table:
-        factor = products.polynomial(products.square(x.mT if turned else x), b, c)
+        gram = products.square(x.mT if turned else x)
+        factor = products.step(gram, gram, gram, b, c)
+        del gram
         x = torch.baddbmm(x, *((x, factor) if turned else (factor, x)), beta=a)
         del factor
     return x
@@ -181,14 +189,13 @@ def _few_steps(x: Tensor, table: Sequence[Quintic], products: Products, turned: 
     if not following_steps:
         return iterate(x, table, products, turned)
     gram = products.square(x.mT if turned else x)
-    z = products.polynomial(gram, b, c)
-    factor = z.clone()
-    factor.diagonal(dim1=-2, dim2=-1).add_(a)
+    factor = torch.empty_like(gram)
+    z = products.step(gram, gram, gram, b, c, factor, a)
     for following in following_steps:
         between = products.step(z, gram, gram, a)
         gram = products.step(between, z, between, a)
         a, b, c = following
-        z = products.polynomial(gram, b, c)
+        z = products.step(gram, gram, gram, b, c)
         factor = products.step(z, factor, factor, a)
     del gram, z, between  # only the factor is needed beside the long matrices
     return x @ factor.mT if turned else factor @ x

@@ -47,13 +47,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 FIGURES = json.loads((Path(__file__).parents[2] / "docs/data/kernels.json").read_text())
-# Bytes, of matrices whose rows begin at odd places, on an A100; and registers, of the widest band, on an MI300.
-SPILLS = {("_symmetric_kernel", "sm_80"): 8, ("sonew_8_kernel", "gfx942"): 82}
+# Bytes, of matrices whose rows begin at odd places, on an A100.
+SPILLS = {("_symmetric_kernel", "sm_80"): 8}
 # Whose fields are read 4 or 8 bytes at a time: an address, or a place in a row, says nothing of alignment.
 NARROW = re.compile(r"_(choose|exponents|halves|judge|squares|step|sum)_kernel")
 # Four elements of fp32, which a thread takes, are fewer where 64 threads share a tile for 32.
 WIDEST = {(f"{kernel}_kernel", "gfx942"): 8 for kernel in ("update", "_moments", "_grouped_product")}
-WIDEST |= {(f"sonew_{band}_kernel", "gfx942"): 8 for band in range(2, 9)}
 
 
 def launches_of(call: Callable[..., None], arguments: tuple[Any, ...]) -> list[Launch]:

@@ -164,10 +164,10 @@ def test_newton_schulz(shape: tuple[int, ...], dtype: torch.dtype, tolerance: fl
     for stack in (matrix.to(dtype), matrix.mT.contiguous().to(dtype).mT):
         (gram,) = twice(lambda stack=stack: [HALVED.square(stack)])
         there = gram.to(DEVICE) / 512
-        (image,) = twice(lambda there=there: [HALVED.polynomial(there, -4.8, 2.0)])
+        (image,) = twice(lambda there=there: [HALVED.step(there, there, there, -4.8, 2.0)])
         for value, wanted in (
             (gram, PLAIN.square(stack.cpu().double())),
-            (image, PLAIN.polynomial((gram / 512).double(), -4.8, 2.0)),
+            (image, PLAIN.step(*3 * [(gram / 512).double()], -4.8, 2.0)),
         ):
             assert torch.equal(value, value.mT)
             assert (value.double() - wanted).norm() < (1e-5 if dtype == torch.float32 else 2**-8) * wanted.norm()

@@ -18,6 +18,7 @@ from rankwise.ldadam.formulas import projects_right
 from rankwise.ldadam.low_rank_products import low_rank_rows
 from rankwise.mkor import formulas as mkor
 from rankwise.updates import newton_schulz as linalg
+from rankwise.updates.polynomials import quintics
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -31,14 +32,16 @@ def generator(seed: int) -> torch.Generator:
 
 @pytest.mark.parametrize("shape", [(1, 5, 7), (3, 70, 33), (2, 65, 130)])
 def test_symmetric_product(shape: tuple[int, int, int]) -> None:
-    from rankwise.kernels.triton.symmetric_newton_schulz import symmetric_polynomial, symmetric_product
+    from rankwise.kernels.triton.symmetric_newton_schulz import symmetric_product, symmetric_step
 
     x = torch.randn(shape, generator=generator(0))
     gram = symmetric_product(x)
     assert torch.equal(gram, gram.mT)
     torch.testing.assert_close(gram.double(), x.double() @ x.double().mT, rtol=1e-5, atol=1e-4)
-    polynomial = symmetric_polynomial(gram, -4.0, 2.0)
+    shifted = torch.full_like(gram, torch.nan)
+    polynomial = symmetric_step(gram, gram, gram, -4.0, 2.0, shifted, 3.0)
     assert torch.equal(polynomial, polynomial.mT)
+    assert torch.equal(shifted, polynomial + 3.0 * torch.eye(shape[1]))
     wanted = -4.0 * gram.double() + 2.0 * gram.double() @ gram.double()
     torch.testing.assert_close(polynomial.double(), wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
 
@@ -61,7 +64,7 @@ def test_symmetric_step_and_descriptors(
     assert torch.equal(gram, gram.mT)
     assert torch.equal(gram, kernels.symmetric_product(x.mT.contiguous().mT))
     torch.testing.assert_close(gram.double(), x.double() @ x.double().mT, rtol=1e-3, atol=1e-3)
-    square = kernels.symmetric_polynomial(gram, 0.0, 1.0)
+    square = kernels.symmetric_step(gram, gram, gram, 0.0)
     found = kernels.symmetric_step(gram, square, gram, -2.0)
     assert torch.equal(found, found.mT) and len(seen) == (8 if described else 0)
     wanted = gram.double() @ square.double() - 2.0 * gram.double()
@@ -162,7 +165,32 @@ def test_steps_along_orthogonal_momenta(
         tolerance = 1e-5 if exact else 0.03
         assert (job.weight - weight).norm() < tolerance * (start - weight).norm()
     # A stack of two, one of one, and the other shape.
-    assert [launches.count(name) for name in ("normalise_kernel", "update_kernel", "norm_kernel")] == [3, 3, 1]
+    assert [launches.count(name) for name in ("normalise_kernel", "update_kernel", "norm_kernel")] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_norms_that_are_known_are_not_measured_again(known: bool, launches: list[str]) -> None:
+    """In another order than the stacks; four times the norm gives a quarter of the start."""
+    from rankwise.kernels.triton.orthogonal_steps import orthogonal_steps_
+
+    jobs = [OrthogonalStep((8, 12), *_filled(96, offset), 1e-7, 1.0, 0.1, 1) for offset in (0, 1, 2)]
+    jobs.append(OrthogonalStep((6, 5), *_filled(30 if known else 2 * 30, 3), 1e-7, 1.0, 0.1, 1))
+    before = [job.weight.clone() for job in jobs]
+    vectors = [torch.full((4,), torch.nan, dtype=torch.float64) for _ in range(2)]
+    for job, place in zip(jobs, (2, 1, 0, 3), strict=True):
+        vector = vectors[0 if known or place == 1 else 1]
+        vector[place] = 16 * job.momentum.double().square().sum()
+        job.square = vector, place
+    orthogonal_steps_(jobs, torch.float32)
+    assert launches.count("norm_kernel") == (0 if known else 2), "two vectors; two matrices in a run"
+    for job, weight in zip(jobs, before, strict=True):
+        scale = 0.25 if known else 1.0
+        x = scale * job.momentum.double().view(-1, *job.shape)
+        x /= (x / scale).norm(dim=(-2, -1), keepdim=True)
+        gram = x @ x.mT
+        a, b, c = quintics("published", 1)[0]
+        direction = a * x + (b * gram + c * gram @ gram) @ x
+        torch.testing.assert_close(job.weight.double(), weight.double() - 0.1 * direction.flatten(), rtol=0, atol=1e-5)
 
 
 def test_a_stack_is_no_larger_than_a_grid() -> None:

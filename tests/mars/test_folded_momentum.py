@@ -258,7 +258,7 @@ def test_momenta_with_memory_of_their_own_are_there_a_part_at_a_time(
         lambda unit, some: (
             parts.append(sum(grad.numel() for bucket in some for grad in bucket.grads)),
             form(unit, some),
-        ),
+        )[1],
     )
     weights, optimizer = _made(variant=variant, weight_decay=0.1)
     _train(weights, optimizer, range(STEPS))

@@ -145,6 +145,31 @@ def test_mars_momentum() -> None:
     fields.check_grads_and_references(True)
 
 
+@pytest.mark.parametrize("rule", ["momentum", "nesterov"])
+def test_momenta_are_measured_where_they_are_made(rule: Rule, launches: list[str]) -> None:
+    fields = Fields(7)
+    scalars = Scalars(betas=BETAS, nesterov=0.3)
+    held = {"grad": fields.grads, "exp_avg": fields.exp_avgs, "param": fields.params}
+    found = triton.run(Pass(rule, {name: held[name] for name in FIELDS[rule]}, scalars, measured=True))
+    made = fields.exp_avgs if rule == "momentum" else fields.params
+    assert found is not None and found.dtype == torch.float64
+    wanted = torch.stack([momentum.double().square().sum() for momentum in made])
+    torch.testing.assert_close(found, wanted, rtol=1e-14, atol=0)
+    assert launches == ["update_kernel", "_sum_kernel"]
+
+
+def test_factors_of_a_clip_are_squared_norms() -> None:
+    """Of zero, below and above the clip, infinite, NaN."""
+    lengths, clip = (5, 70, 3, 64, 9), 0.5
+    squares = torch.tensor([0.0, 0.2, 9.0, torch.inf, torch.nan], dtype=torch.float64)
+    fields = Fields(8, lengths)
+    fields.run("momentum", squares, Scalars(betas=BETAS, clip=clip), compared=False)
+    factors = updates.clip_coefficient(squares, clip)
+    wanted = [updates.momentum(m, g * f, BETAS[0]) for m, g, f in zip(fields.m, fields.g, factors, strict=True)]
+    assert_runs_close(fields.exp_avgs[:4], wanted[:4])
+    assert factors[0] == factors[1] == 1.0 and fields.exp_avgs[4].isnan().all()
+
+
 def test_norms() -> None:
     fields = Fields(4)
     found = triton.squared_norms(fields.grads, fields.references, K)

@@ -85,7 +85,7 @@ def run(update: Pass) -> None:
     if update.rule == "adamw":
         numbers["scale"], numbers["root"] = (float(value) for value in update.corrections())
     numbers["tile"] = _OPENED if update.is_narrow else _TILE
-    _call(f"run_{types}", update.fields, update.factors, numbers)
+    _call(f"run_{types}", update.fields, update.coefficients, numbers)
 
 
 def squared_norms(tensors: Tensors, references: Field | None = None, k: float = 0.0) -> Tensor:

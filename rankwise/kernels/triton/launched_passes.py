@@ -24,12 +24,11 @@ def is_available(device: torch.device, dtype: torch.dtype = torch.float32) -> bo
     return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (7, 0)
 
 
-def run(update: Pass) -> None:
-    """Do a pass, in place; without gradients it does nothing."""
+def run(update: Pass) -> Tensor | None:
+    """Do what :func:`rankwise.kernels.triton.steps.run` does; without gradients it does nothing."""
     from rankwise.kernels.triton import steps
 
-    if update.grads:
-        steps.run(update)
+    return steps.run(update) if update.grads else None
 
 
 def squared_norms(tensors: Tensors, references: Field | None = None, k: float = 0.0) -> Tensor:

@@ -1,7 +1,7 @@
 r"""Weights step along orthogonalised momenta in stacks of equal shapes, without copies in fp32 in between.
 
-Bytes per element, outside the products: 4 for the norms, 6 for the normalised copy in bfloat16, 10 for the weight. Tall
-matrices are not transposed in memory.
+Bytes per element, outside the products: 6 for the normalised copy in bfloat16, 10 for the weight, and 4 for the norms
+that the passes over the momenta have not measured. Tall matrices are not transposed in memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from rankwise.kernels.orthogonal_step import OrthogonalStep
+from rankwise.kernels.orthogonal_step import Momentum, OrthogonalStep
 from rankwise.kernels.passes import Pass, Scalars
 from rankwise.kernels.triton import steps
 from rankwise.kernels.triton.chosen_products import chosen
@@ -24,7 +24,7 @@ from rankwise.kernels.triton.symmetric_newton_schulz import HALVED
 from rankwise.updates.polynomial_steps import SCRATCH, orthogonalise, scratch
 from rankwise.updates.polynomials import quintics
 
-__all__ = ["normalised", "orthogonal_steps_", "takes"]
+__all__ = ["orthogonal_steps_", "takes"]
 
 _MOST = (1 << 16) - 1
 """Matrices of a stack, which CUDA's third dimension of a grid limits."""
@@ -47,21 +47,11 @@ def orthogonal_steps_(jobs: Sequence[OrthogonalStep], product: torch.dtype, time
     Raises:
         ValueError: A tensor is not a contiguous fp32 run.
     """
-    stacks = list(_stacks(jobs, product))
-    momenta = [momentum for _, matrices in stacks for momentum, _ in matrices]
-    if not momenta:
-        return
-    squares = steps.squared_norms(momenta, None, 0.0)
-    for job, matrices in stacks:
-        norms, squares = squares[: len(matrices)], squares[len(matrices) :]
-        _step_together(job, matrices, norms, job.product or product, timed)
+    for job, matrices in _stacks(jobs, product):
+        _step_together(job, matrices, job.product or product, timed)
 
 
-_Matrix = tuple[Tensor, Tensor]
-"""Momentum and weight, 1-D."""
-
-
-def _stacks(jobs: Sequence[OrthogonalStep], product: torch.dtype) -> Iterator[tuple[OrthogonalStep, list[_Matrix]]]:
+def _stacks(jobs: Sequence[OrthogonalStep], product: torch.dtype) -> Iterator[tuple[OrthogonalStep, list[Momentum]]]:
     """Yield matrices that are computed together, each time with a job that has their common numbers."""
 
     def sign(job: OrthogonalStep) -> tuple[Any, ...]:
@@ -81,13 +71,14 @@ def _stacks(jobs: Sequence[OrthogonalStep], product: torch.dtype) -> Iterator[tu
             yield stacked[0], matrices[first : first + at_once]
 
 
-def _step_together(
-    job: OrthogonalStep, matrices: Sequence[_Matrix], squares: Tensor, product: torch.dtype, timed: bool
-) -> None:
-    momenta, weights = map(list, zip(*matrices, strict=True))
+def _step_together(job: OrthogonalStep, matrices: Sequence[Momentum], product: torch.dtype, timed: bool) -> None:
+    momenta, weights, vectors, places = map(list, zip(*matrices, strict=True))
+    squares = vectors[0]
+    if squares is None or any(vector is not squares for vector in vectors):
+        squares, places = steps.squared_norms(momenta, None, 0.0), list(range(len(momenta)))
     rows, columns = job.shape
     # The list is emptied below, so that only the iteration holds its start, and its memory is freed sooner.
-    start = [normalised(momenta, job.shape, squares, job.eps, product)]
+    start = [_normalised(momenta, job, squares, places, product)]
     products = chosen(HALVED, start[0], rows > columns, timed)
     factors = orthogonalise(start.pop(), quintics(job.coefficients, job.steps), products, rows > columns)
     directions = list(factors.view(len(momenta), -1).unbind())
@@ -95,23 +86,12 @@ def _step_together(
     steps.run(Pass("step", {"grad": directions, "param": weights}, scalars), scale=job.factor)
 
 
-def normalised(
-    matrices: Sequence[Tensor], shape: tuple[int, int], squares: Tensor, eps: float, dtype: torch.dtype
+def _normalised(
+    momenta: list[Tensor], job: OrthogonalStep, squares: Tensor, places: list[int], dtype: torch.dtype
 ) -> Tensor:
-    """Return a stack of matrices, divided by their norms.
-
-    Args:
-        matrices: Contiguous fp32 runs.
-        shape: Shape of each matrix.
-        squares: (matrices,) fp64, the squares of their norms.
-        eps: Number added to the norm.
-        dtype: Type of the stack.
-
-    Returns:
-        (matrices, rows, columns).
-    """
-    stack = torch.empty(len(matrices), *shape, dtype=dtype, device=matrices[0].device)
-    runs = Runs([matrices, stack.view(len(matrices), -1).unbind()], TILE, types=[torch.float32, dtype])
+    """Return a stack of momenta divided by their norms, whose squares are at these places."""
+    stack = torch.empty(len(momenta), *job.shape, dtype=dtype, device=squares.device)
+    runs = Runs([momenta, stack.view(len(momenta), -1).unbind()], TILE, [places], [torch.float32, dtype])
     launch(
         normalise_kernel,
         (runs.count,),
@@ -119,7 +99,7 @@ def normalised(
         runs.table,
         runs.tiles,
         squares,
-        float(eps),
+        float(job.eps),
         ELEMENT=ELEMENTS[dtype],
         BLOCK=TILE,
         num_warps=4,
@@ -139,10 +119,10 @@ def normalise_kernel(
     """Write a tile of a matrix, divided by the matrix's norm, to a stack."""
     program = tl.program_id(0).to(tl.int64)
     run = tl.load(tiles + 2 * program)
-    row = table + run * 3
+    row = table + run * 4
     start = tl.load(tiles + 2 * program + 1)
     length = tl.load(row + 2)
-    divisor = tl.sqrt(tl.load(squares + run)).to(tl.float32) + eps
+    divisor = tl.sqrt(tl.load(squares + tl.load(row + 3))).to(tl.float32) + eps
     if (start + BLOCK <= length) & wide(row, 2):
         _normalise_tile(row, start, length, divisor, ELEMENT, BLOCK, True)
     else:

@@ -1,4 +1,5 @@
-"""A pass over many runs takes one launch on the device, and norms take two, whatever the number of runs.
+"""A pass over many runs takes one launch on the device, and norms take two, whatever the number of runs; the momenta of
+a pass are measured by one launch more.
 
 A pass reads and writes the fields of its rule (:data:`rankwise.kernels.passes.FIELDS`) once, and only reads the
 gradient and a reference that does not advance. Narrow states are opened and encoded again in registers: only their
@@ -30,12 +31,15 @@ _SHARED: tl.constexpr = tl.constexpr(BLOCK)
 _RULES: dict[Rule, int] = {"momentum": 0, "lion": 1, "adamw": 2, "step": 3, "nesterov": 4}
 
 
-def run(update: Pass, scale: float = 1.0) -> None:
+def run(update: Pass, scale: float = 1.0) -> Tensor | None:
     """Do a pass, in place.
 
     Args:
         update: Pass over contiguous fp32 runs; gradients may be bfloat16 or float16, states and references narrow.
         scale: Factor of the directions of a "step".
+
+    Returns:
+        (shards,) fp64, the squared norms of what is to be measured; None where nothing is.
 
     Raises:
         ValueError: A tensor is of another kind, or the lists do not fit together.
@@ -43,13 +47,16 @@ def run(update: Pass, scale: float = 1.0) -> None:
     scalars, fields = update.scalars, PassFields(update.fields, TILES * PASS_TILE, ("grad", "reference"))
     runs = fields.runs
     own_scale, root = update.corrections() if update.rule == "adamw" else (scale, 1.0)
+    partials = runs.partial_sums(1) if update.measured else runs.table
     launch(
         update_kernel,
         (runs.count,),
         runs.device,
         runs.table,
         runs.tiles,
-        one_per_run(update.factors, runs),
+        partials,
+        one_per_run(update.factors, runs, torch.float32 if scalars.clip is None else torch.float64),
+        float(scalars.clip or 0.0),
         device_scalar(scalars.lr, runs.device),
         float(scalars.weight_decay),
         float(scalars.k),
@@ -65,6 +72,8 @@ def run(update: Pass, scale: float = 1.0) -> None:
         RULE=_RULES[update.rule],
         CORRECT="reference" in update.fields,
         SCALED=update.factors is not None,
+        CLIPPED=scalars.clip is not None,
+        MEASURED=update.measured,
         ADVANCE=scalars.advance,
         CAUTIOUS=update.is_cautious,
         LR_ON_DEVICE=isinstance(scalars.lr, Tensor),
@@ -78,6 +87,7 @@ def run(update: Pass, scale: float = 1.0) -> None:
         # With fused multiplications a pass over codes would not round like a pass over what they stand for.
         enable_fp_fusion=False,
     )
+    return run_sums(runs, partials)[0] if update.measured else None
 
 
 def squared_norms(tensors: Tensors, references: Field | None, k: float) -> Tensor:
@@ -116,7 +126,7 @@ def squared_norms(tensors: Tensors, references: Field | None, k: float) -> Tenso
     return run_sums(runs, partials)[0]
 
 
-def one_per_run(values: Tensor | None, runs: Runs) -> Tensor:
+def one_per_run(values: Tensor | None, runs: Runs, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return factors of the runs as a kernel reads them; where there are none, a tensor that it will not read.
 
     Raises:
@@ -126,7 +136,7 @@ def one_per_run(values: Tensor | None, runs: Runs) -> Tensor:
         return runs.table
     if values.shape != (runs.runs,):
         raise ValueError(f"there are factors of shape {tuple(values.shape)} for {runs.runs} runs; pass one for each")
-    return values.to(device=runs.device, dtype=torch.float32).contiguous()
+    return values.to(device=runs.device, dtype=dtype).contiguous()
 
 
 def step_scale(value: Scalar, runs: Runs) -> float | Tensor:
@@ -216,7 +226,9 @@ def _kept(weight: tl.tensor, direction: tl.tensor, keep: tl.tensor, CAUTIOUS: tl
 def update_kernel(
     table: tl.tensor,
     tiles: tl.tensor,
+    partials: tl.tensor,
     factors: tl.tensor,
+    clip: tl.tensor,
     lr: tl.tensor,
     weight_decay: tl.tensor,
     k: tl.tensor,
@@ -232,6 +244,8 @@ def update_kernel(
     RULE: tl.constexpr,
     CORRECT: tl.constexpr,
     SCALED: tl.constexpr,
+    CLIPPED: tl.constexpr,
+    MEASURED: tl.constexpr,
     ADVANCE: tl.constexpr,
     CAUTIOUS: tl.constexpr,
     LR_ON_DEVICE: tl.constexpr,
@@ -265,40 +279,42 @@ def update_kernel(
     factor = 1.0
     if SCALED:
         factor = tl.load(factors + run)
+        if CLIPPED:
+            # A norm that is NaN is above no clip, and below none.
+            factor = tl.where(tl.sqrt(factor) <= clip, 1.0, clip / tl.sqrt(factor)).to(tl.float32)
     if COUNTS:
         count = tl.load(count + run)
     # fmt: off
     if (start + TILES * BLOCK <= length) & wide(row, FIELDS):
-        _update_tiles(row, start, length, factor, rate, keep, k, share, beta1, share1, beta2, share2, root, eps,
-                      count, RULE, CORRECT, SCALED, ADVANCE, CAUTIOUS, GRAD, EXP_AVG, EXP_AVG_AT, EXP_AVG_RANDOM,
-                      EXP_AVG_SQ, EXP_AVG_SQ_AT, EXP_AVG_SQ_RANDOM, REFERENCE, REFERENCE_AT, REFERENCE_RANDOM,
-                      FIELDS, BLOCK, TILES, True)
+        _update_tiles(row, start, length, partials + program, factor, rate, keep, k, share, beta1, share1, beta2,
+                      share2, root, eps, count, RULE, CORRECT, SCALED, MEASURED, ADVANCE, CAUTIOUS, GRAD, EXP_AVG,
+                      EXP_AVG_AT, EXP_AVG_RANDOM, EXP_AVG_SQ, EXP_AVG_SQ_AT, EXP_AVG_SQ_RANDOM, REFERENCE,
+                      REFERENCE_AT, REFERENCE_RANDOM, FIELDS, BLOCK, TILES, True)
     else:
-        _update_tiles(row, start, length, factor, rate, keep, k, share, beta1, share1, beta2, share2, root, eps,
-                      count, RULE, CORRECT, SCALED, ADVANCE, CAUTIOUS, GRAD, EXP_AVG, EXP_AVG_AT, EXP_AVG_RANDOM,
-                      EXP_AVG_SQ, EXP_AVG_SQ_AT, EXP_AVG_SQ_RANDOM, REFERENCE, REFERENCE_AT, REFERENCE_RANDOM,
-                      FIELDS, BLOCK, TILES, False)
+        _update_tiles(row, start, length, partials + program, factor, rate, keep, k, share, beta1, share1, beta2,
+                      share2, root, eps, count, RULE, CORRECT, SCALED, MEASURED, ADVANCE, CAUTIOUS, GRAD, EXP_AVG,
+                      EXP_AVG_AT, EXP_AVG_RANDOM, EXP_AVG_SQ, EXP_AVG_SQ_AT, EXP_AVG_SQ_RANDOM, REFERENCE,
+                      REFERENCE_AT, REFERENCE_RANDOM, FIELDS, BLOCK, TILES, False)
     # fmt: on
 
 
 # fmt: off
 @jit
 def _update_tiles(
-    row: tl.tensor, start: tl.tensor, length: tl.tensor, factor: tl.tensor, rate: tl.tensor, keep: tl.tensor,
-    k: tl.tensor, share: tl.tensor, beta1: tl.tensor, share1: tl.tensor, beta2: tl.tensor, share2: tl.tensor,
-    root_scale: tl.tensor, eps: tl.tensor, count: tl.tensor, RULE: tl.constexpr, CORRECT: tl.constexpr,
-    SCALED: tl.constexpr, ADVANCE: tl.constexpr, CAUTIOUS: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr,
-    EXP_AVG_AT: tl.constexpr, EXP_AVG_RANDOM: tl.constexpr, EXP_AVG_SQ: tl.constexpr, EXP_AVG_SQ_AT: tl.constexpr,
-    EXP_AVG_SQ_RANDOM: tl.constexpr, REFERENCE: tl.constexpr, REFERENCE_AT: tl.constexpr,
-    REFERENCE_RANDOM: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
-    FAST: tl.constexpr,
+    row: tl.tensor, start: tl.tensor, length: tl.tensor, partial: tl.tensor, factor: tl.tensor, rate: tl.tensor,
+    keep: tl.tensor, k: tl.tensor, share: tl.tensor, beta1: tl.tensor, share1: tl.tensor, beta2: tl.tensor,
+    share2: tl.tensor, root_scale: tl.tensor, eps: tl.tensor, count: tl.tensor, RULE: tl.constexpr,
+    CORRECT: tl.constexpr, SCALED: tl.constexpr, MEASURED: tl.constexpr, ADVANCE: tl.constexpr, CAUTIOUS: tl.constexpr,
+    GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_AT: tl.constexpr, EXP_AVG_RANDOM: tl.constexpr,
+    EXP_AVG_SQ: tl.constexpr, EXP_AVG_SQ_AT: tl.constexpr, EXP_AVG_SQ_RANDOM: tl.constexpr, REFERENCE: tl.constexpr,
+    REFERENCE_AT: tl.constexpr, REFERENCE_RANDOM: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+    TILES: tl.constexpr, FAST: tl.constexpr,
 ) -> None:
     """Update tiles of a run; its fields are gradient, momentum, weight, second moment, reference, or some of these."""
     lanes = lanes_of(BLOCK)
-    # Addresses are read before the loop: the compiler cannot know that no store of it overwrites them.
+    # Addresses are read before the loop, because no store of it overwrites them.
     grads, first_block = place_of(row, 0, start, FAST, GRAD), start // _SHARED
-    # A step has no momentum, and its weight takes that place.
-    weights = place_of(row, 1 if RULE == 3 else 2, start, FAST)
+    weights = place_of(row, 1 if RULE == 3 else 2, start, FAST)  # a step has no momentum
     momenta = place_of(row, 1, start, FAST, EXP_AVG)
     seconds = place_of(row, 3 if RULE == 2 else 0, start, FAST, EXP_AVG_SQ)
     references = place_of(row, FIELDS - 1, start, FAST, REFERENCE)
@@ -309,6 +325,7 @@ def _update_tiles(
     low2, here2, above2 = seeds_of(row, EXP_AVG_SQ_AT, count, start, EXP_AVG_SQ_RANDOM)
     low3, here3, above3 = seeds_of(row, REFERENCE_AT, count, start, REFERENCE_RANDOM)
     end = tl.minimum(length - start, TILES * BLOCK).to(tl.int32)
+    total = tl.full((BLOCK // 4,), 0.0, tl.float64)
     for offset in range(0, end, BLOCK):
         here = start + offset
         inside, blocks, block = here + lanes < length, blocks_inside(here, length, lanes), offset // _SHARED
@@ -332,9 +349,7 @@ def _update_tiles(
             store(moved(references, offset, FAST), exponents3 + block, blocks, grad, lanes, inside, noise, FAST,
                   REFERENCE, REFERENCE_AT, REFERENCE_RANDOM)
         if RULE == 3:
-            direction = value
-            if SCALED:
-                direction = value * factor
+            direction = value * factor
             value = value * (rate * factor)
         else:
             if SCALED:
@@ -347,6 +362,8 @@ def _update_tiles(
                 # A share of 0 leaves the momentum as it is; 0 times an infinite difference would be NaN.
                 momentum = tl.where(share == 0.0, momentum, momentum + share * (value - momentum))
             direction = momentum
+            if MEASURED:
+                total += tl.sum(direction.to(tl.float64) * direction.to(tl.float64), axis=1)
             if RULE == 1:
                 value = rate * ((momentum > 0.0).to(tl.float32) - (momentum < 0.0).to(tl.float32))
             if RULE == 2:
@@ -361,4 +378,6 @@ def _update_tiles(
         if RULE >= 1 and RULE <= 3:
             weight = _kept(weight, direction, keep, CAUTIOUS) - value
             write(moved(weights, offset, FAST), weight, lanes, inside, FAST)
+    if MEASURED:
+        tl.store(partial, tl.sum(total, axis=0))
 # fmt: on

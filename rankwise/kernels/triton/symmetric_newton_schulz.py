@@ -1,4 +1,4 @@
-r"""Newton-Schulz iterations do half the work of their symmetric products: ``X X^T``, ``b A + c A^2``, ``a O + L R``.
+r"""Newton-Schulz iterations do half the work of their symmetric products: ``X X^T`` and ``a O + c L R``.
 
 Only the tiles on and below the diagonal are computed, and the others mirrored: a step takes ``3 m^2 n + m^3``
 operations rather than ``4 m^2 n + 2 m^3``. Offsets inside a matrix have 32 bits where it is small enough; a stack may
@@ -20,7 +20,7 @@ from rankwise.kernels.triton.language import ceil_div, jit, launch
 from rankwise.updates import newton_schulz as linalg
 from rankwise.updates.polynomial_steps import Products
 
-__all__ = ["HALVED", "newton_schulz", "symmetric_polynomial", "symmetric_product", "symmetric_step"]
+__all__ = ["HALVED", "newton_schulz", "symmetric_product", "symmetric_step"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -56,70 +56,61 @@ def symmetric_product(x: Tensor) -> Tensor:
     Returns:
         (b, m, m) in the same type, accumulated in float32.
     """
-    return _product(x, x, None, 1.0, 0.0)
+    return symmetric_step(x, x, None)
 
 
-def symmetric_polynomial(gram: Tensor, linear: float, square: float) -> Tensor:
-    """Return ``linear A + square A^2`` of symmetric matrices, exactly symmetric.
-
-    Args:
-        gram: ``A`` (b, m, m), contiguous.
-        linear: Factor of ``A``.
-        square: Factor of its square.
-
-    Returns:
-        (b, m, m) in the same type, accumulated in float32.
-    """
-    gram = gram.contiguous()
-    return _product(gram, gram, gram, square, linear)
-
-
-def symmetric_step(left: Tensor, right: Tensor, own: Tensor, share: float) -> Tensor:
-    """Return ``share O + L R`` of symmetric matrices that commute, exactly symmetric.
+def symmetric_step(
+    left: Tensor,
+    right: Tensor,
+    own: Tensor | None,
+    share: float = 0.0,
+    factor: float = 1.0,
+    shifted: Tensor | None = None,
+    shift: float = 0.0,
+) -> Tensor:
+    """Return ``share O + factor L R^T``, exactly symmetric, where that is symmetric but for rounding.
 
     Args:
-        left: ``L`` (b, m, m).
-        right: ``R`` (b, m, m).
-        own: ``O`` (b, m, m), contiguous.
+        left: ``L`` (b, m, n), any strides.
+        right: ``R`` (b, m, n), any strides.
+        own: ``O`` (b, m, m), contiguous; None: nothing is added.
         share: Factor of ``O``.
+        factor: Factor of the product.
+        shifted: Gets the result and ``shift I``, contiguous; None: nothing does.
+        shift: Number added to the diagonal there.
 
     Returns:
         (b, m, m) in the same type, accumulated in float32.
     """
-    return _product(left, right, own, 1.0, share)
-
-
-HALVED = Products(symmetric_product, symmetric_polynomial, symmetric_step, 0.5)
-"""Products that take half the work."""
-
-
-def _product(x: Tensor, y: Tensor, addend: Tensor | None, alpha: float, beta: float) -> Tensor:
-    """Return ``alpha X Y^T + beta D``, which is symmetric."""
-    batch, rows, columns = x.shape
-    out = torch.empty(batch, rows, rows, dtype=x.dtype, device=x.device)
-    single = x.dtype == torch.float32
+    batch, rows, columns = left.shape
+    out = torch.empty(batch, rows, rows, dtype=left.dtype, device=left.device)
+    single = left.dtype == torch.float32
     # Products in float32 run without tensor cores, and their accumulators fill the registers sooner.
     block, depth, warps, stages = (64, 32, 4, 3) if single else (128, 64, 8, 3)
     tiles = ceil_div(rows, block)
-    turned = x.stride(1) == 1 and y.stride(1) == 1 and columns > 1
-    described = (
-        not single and _has_descriptors(x.device) and _fits_descriptor(x, turned) and _fits_descriptor(y, turned)
+    turned = left.stride(1) == 1 and right.stride(1) == 1 and columns > 1
+    operands = (left, right)
+    described = not single and _has_descriptors(out.device) and all(_fits_descriptor(x, turned) for x in operands)
+    spans = (
+        sum((size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True)) for x in operands
     )
-    spans = (sum((size - 1) * stride for size, stride in zip(z.shape[1:], z.stride()[1:], strict=True)) for z in (x, y))
     launch(
         _symmetric_kernel,
         (tiles * (tiles + 1) // 2, batch),
-        x.device,
-        *((_descriptor(z, turned, block, depth) if described else z) for z in (x, y)),
-        out if addend is None else addend,
+        out.device,
+        *((_descriptor(x, turned, block, depth) if described else x) for x in operands),
+        out if own is None else own,
         out,
+        out if shifted is None else shifted,
         rows,
         columns,
-        *x.stride(),
-        *y.stride(),
-        float(alpha),
-        float(beta),
-        ADD=addend is not None,
+        *left.stride(),
+        *right.stride(),
+        float(factor),
+        float(share),
+        float(shift),
+        ADD=own is not None,
+        SHIFT=shifted is not None,
         DESCRIBED=described,
         TURNED=turned,
         LARGE=max(rows * rows, *spans) >= 1 << 31,
@@ -127,9 +118,13 @@ def _product(x: Tensor, y: Tensor, addend: Tensor | None, alpha: float, beta: fl
         BLOCK=block,
         DEPTH=depth,
         num_warps=warps,
-        num_stages=stages + (described and addend is not None),
+        num_stages=stages + (described and own is not None),
     )
     return out
+
+
+HALVED = Products(symmetric_product, symmetric_step, 0.5)
+"""Products that take half the work."""
 
 
 @cache
@@ -161,6 +156,7 @@ def _symmetric_kernel(
     y: tl.tensor,
     addend: tl.tensor,
     out: tl.tensor,
+    shifted: tl.tensor,
     rows: tl.tensor,
     columns: tl.tensor,
     x_batch: tl.tensor,
@@ -171,7 +167,9 @@ def _symmetric_kernel(
     y_column: tl.tensor,
     alpha: tl.tensor,
     beta: tl.tensor,
+    shift: tl.tensor,
     ADD: tl.constexpr,
+    SHIFT: tl.constexpr,
     DESCRIBED: tl.constexpr,
     TURNED: tl.constexpr,
     LARGE: tl.constexpr,
@@ -223,7 +221,13 @@ def _symmetric_kernel(
         # A tile on the diagonal is made exactly symmetric, whatever the order of its sums.
         value = tl.where(first[:, None] >= second[None, :], value, tl.trans(value))
     tl.store(out + place, value, mask=inside)
+    if SHIFT:
+        sums = (value.to(tl.float32) + shift).to(out.dtype.element_ty)
+        tl.store(shifted + place, tl.where(first[:, None] == second[None, :], sums, value), mask=inside)
     if beside < below:
         mirrored = start_of_matrix + (second[:, None] * rows + first[None, :])
         inside = (second[:, None] < rows) & (first[None, :] < rows)
-        tl.store(out + mirrored, tl.trans(value), mask=inside)
+        value = tl.trans(value)
+        tl.store(out + mirrored, value, mask=inside)
+        if SHIFT:
+            tl.store(shifted + mirrored, value, mask=inside)
