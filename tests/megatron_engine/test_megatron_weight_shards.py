@@ -22,7 +22,7 @@ from megatron_patches.support import SupportError
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not HAS_WEIGHT_SHARDS, reason="before 0.20 weights are cut once, or gradients leave one process"),
+    pytest.mark.skipif(not HAS_WEIGHT_SHARDS, reason="before 0.20 weights are cut once, or gradients are others"),
 ]
 USUAL = ("WS2, plain", "WS2 TP2 SP, distributed", "WS2 with experts, distributed")
 ALL = tuple(label for label in LAYOUTS if label.startswith("WS2"))
