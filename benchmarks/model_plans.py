@@ -39,7 +39,7 @@ A dash means that the plan refuses such a run, or does not know Megatron's model
 _MESSAGES = """
 ## Messages: llama-8b, 64 GPUs, 262,144 tokens a step
 
-`comm_dtype="int8"` halves MARS-M's share. Of LDAdam's and MKOR's matrices ranks have
+`comm_dtype="int8"` takes a third off MARS-M's share. Of LDAdam's and MKOR's matrices ranks have
 [slices](sharding.md#mkors-slices), which take less. The runs have the packaged options and ZeRO-3; the last line has
 FSDP2. Times are milliseconds on H100s. *Messages* is their time if nothing else happened: sums and gathers go round a
 ring, of which all network cards of a node carry a part. *Exposed* is what the device waits for them and for other

@@ -32,7 +32,7 @@ from rankwise.states.entries import Entry
 from rankwise.step.first_order import adamw_step
 from rankwise.step.matrices import StepMatrices, step_matrices
 from rankwise.step.optimizer import ShardedOptimizer
-from rankwise.updates.polynomial_steps import SCRATCH, scratch
+from rankwise.updates.polynomial_steps import SCRATCH, operations_on_devices, scratch
 from rankwise.updates.polynomials import quintics
 
 __all__ = ["MARS"]
@@ -131,7 +131,8 @@ class MARS(ShardedOptimizer):
                 rows, columns = info.matrix_shape
                 short, long = min(rows, columns), max(rows, columns)
                 signature = MomentumSignature(rows, columns, info.logical_matrix_shape, unit.parameters[key].step_group)
-                tasks.append(MatrixTask(key, (key,), signature, cost=float(6 * short * short * long)))
+                cost = operations_on_devices(short, long, self.param_groups[0]["ns_steps"])
+                tasks.append(MatrixTask(key, (key,), signature, cost))
         product = self.spec.product_type(unit.device, unit.dtype)
         # Those that lie whole on their owner are then stepped together.
         alone = product is not None and steps_in_place(unit, product) is not None

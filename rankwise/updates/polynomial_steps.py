@@ -33,6 +33,7 @@ __all__ = [
     "iterate",
     "iterate_on_gram",
     "operations",
+    "operations_on_devices",
     "orthogonalise",
     "scratch",
 ]
@@ -150,6 +151,12 @@ def operations(short: int, long: int, steps: int, symmetric: float, on_gram: boo
     runs = -(-steps // RESTART)
     # A run of k steps has k polynomials, and k - 1 times one product for Q and two for R, all symmetric.
     return runs * (symmetric + 1.0) * square + symmetric * (steps + 3.0 * (steps - runs)) * cube
+
+
+def operations_on_devices(short: int, long: int, steps: int) -> float:
+    """Return the operations of one matrix where symmetric products take half, and long matrices their Gram form."""
+    on_x, on_gram = (operations(short, long, steps, 0.5, way) for way in (False, True))
+    return min(on_x, on_gram) if long >= LONG * short else on_x
 
 
 def iterate(x: Tensor, table: Sequence[Quintic], products: Products = PLAIN, turned: bool = False) -> Tensor:
