@@ -371,13 +371,25 @@ class _ZeroOneTwo(_FlatPartition):
             return None
         index, _ = self._places[id(parameter)]
         if wrapper.cpu_offload:
-            # If a step has a single backward pass, nothing is accumulated.
-            return wrapper.get_param_id(parameter) in wrapper._offload_accumulated_param_ids
+            # If a step has a single backward pass, nothing is accumulated. A rank notes what it steps itself alone.
+            accumulated, number = wrapper._offload_accumulated_param_ids, wrapper.get_param_id(parameter)
+            if wrapper.is_param_in_current_partition[number]:
+                return number in accumulated
+            return bool(accumulated) if self._has_own else self._passes_follow(wrapper.micro_step_id)
         if wrapper.all_grad_tensors.get(index) is not None:
             return True
         # The next pass adds to what was gathered for the step only if that is one buffer.
         gathered = wrapper.averaged_gradients.get(index)
         return gathered is not None and wrapper._use_compact_grad_partition_buffer(index)
+
+    @cached_property
+    def _has_own(self) -> bool:
+        """Whether this rank's partition is more than padding."""
+        return any(self._engine.optimizer.is_param_in_current_partition.values())
+
+    def _passes_follow(self, last: int) -> bool:
+        """Whether a step has several backward passes, by the number of its last one, from 0; -1: none has run."""
+        return last > 0 or (last == 0 and self._engine.gradient_accumulation_steps() > 1)
 
 
 class _Bf16(_FlatPartition):

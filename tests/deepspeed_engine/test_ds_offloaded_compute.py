@@ -124,3 +124,30 @@ def _broken(rank: int, world: int) -> list[bool]:
 @pytest.mark.slow
 def test_a_step_that_is_not_finite_leaves_everything_as_it_was() -> None:
     assert run_ranks(2, _broken) == [[True, True]] * 2
+
+
+def _ends(rank: int, world: int, stages: tuple[int, ...]) -> list[list[dict[str, np.ndarray]]]:
+    """Weights by stage of MKOR whose states a device has, and whose states the host has."""
+    found = []
+    for stage in stages:
+        ends = []
+        for more in ({}, {"offload_optimizer": {"device": "cpu"}}):
+            job = ds.Job("MKOR", ds.TYPES["MKOR"], config={"zero_optimization": {"stage": stage, **more}})
+            engine = ds.engine_of(job, world)
+            for step in range(STEPS):
+                ds.train_step(engine, rank, world, step)
+            ends.append(ds.model_weights(engine))
+            engine.destroy()
+        found.append(ends)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "stages"),
+    [pytest.param(2, (2,), marks=pytest.mark.slow), pytest.param(3, (1, 2, 3), marks=pytest.mark.exhaustive)],
+)
+def test_statistics_of_all_micro_batches_count(world: int, stages: tuple[int, ...]) -> None:
+    """At stages 1 and 2 DeepSpeed notes on the rank that steps a weight alone that the host has its gradient."""
+    for ends in run_ranks(world, _ends, stages):
+        for there, offloaded in ends:
+            assert all(np.array_equal(there[name], offloaded[name]) for name in there)
