@@ -59,10 +59,10 @@ def test_what_the_plan_says_of_configurations_for_models_is_on_the_page(model: s
 
 
 def test_what_a_step_waits_for_is_on_the_page_and_below_what_is_said(tmp_path: Path) -> None:
-    """The goals, 0.02 and 0.007, are met but by MARS-M, whose matrices no rank can compute without gathering them."""
+    """The goals, 0.02 and 0.007, are met but by MARS-M, whose products alone take more than 0.025."""
     assert messages_section(tmp_path) in (DOCS / "model-plans.md").read_text()
     runs = (("mars-m", "int8", None), ("mkor", "int8", None), ("ldadam", "int8", None), ("ldadam", None, "dp=64"))
-    for (name, dtype, mesh), most in zip(runs, (0.0226, 0.007, 0.0072, 0.0072), strict=True):
+    for (name, dtype, mesh), most in zip(runs, (0.0345, 0.007, 0.0065, 0.0075), strict=True):
         plain = messages_of(name, None, None, tmp_path)
         sent, cost = messages_of(name, dtype, mesh, tmp_path)
         assert cost.share < most and sent <= plain[0]
