@@ -49,7 +49,7 @@ def _products(place: Place, shape: tuple[int, int, int]) -> Found:
         symmetric_step,
     )
     from rankwise.updates.newton_schulz import newton_schulz as plain
-    from rankwise.updates.polynomial_steps import LONG, PLAIN, operations
+    from rankwise.updates.polynomial_steps import PLAIN, operations, operations_on_devices
 
     batch, m, n = shape
     x = torch.randn(batch, m, n, device=place.device, dtype=torch.bfloat16) / math.sqrt(n)
@@ -87,8 +87,7 @@ def _products(place: Place, shape: tuple[int, int, int]) -> Found:
     figures.append(Figure("symmetric step in float16", cube / 2 / step / 1e12, "TFLOP/s done", low, high))
     figures.append(Figure("symmetric step in float16", whole_step / step, "x the library's speed"))
     # Long matrices: on Gram matrices two thirds of the work at 4096 x 11008.
-    on_x, on_r = (operations(m, n, 5, 0.5, way) for way in (False, True))
-    expected = (on_r if n >= LONG * m else on_x) / on_x
+    expected = operations_on_devices(m, n, 5) / operations(m, n, 5, 0.5, False)
     ends = (0.8 * expected, 1.25 * expected) if place.peaks is not None else (None, None)
     figures.append(Figure("newton-schulz in float16 over bfloat16", on_gram / ours, "x", *ends, goal=expected))
     figures.append(Figure("newton-schulz of the library over its products", theirs / best, "x"))
