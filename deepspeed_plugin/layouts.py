@@ -17,7 +17,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from deepspeed_plugin import auto_tp
@@ -142,6 +142,11 @@ class DeepSpeedLayout(LayoutSource):
     def publish_weights(self) -> None:
         """Copy the optimizer's weights, changed from outside, to the model."""
         self._engine.optimizer.update_lp_params()
+
+    def forget_gradients(self) -> None:
+        """Forget the gradients of micro-batches that no step has followed, and count micro-batches anew."""
+        self._engine.optimizer.zero_grad()
+        self._engine.micro_steps -= self._engine.micro_steps % self._engine.gradient_accumulation_steps()
 
     def note_set(self, parameter: Tensor) -> None:
         """Note that a user has set the optimizer's copy of a weight, which the model follows at the next step only."""
@@ -382,6 +387,18 @@ class _ZeroOneTwo(_FlatPartition):
         gathered = wrapper.averaged_gradients.get(index)
         return gathered is not None and wrapper._use_compact_grad_partition_buffer(index)
 
+    def forget_gradients(self) -> None:
+        super().forget_gradients()
+        wrapper = self._engine.optimizer
+        # As when a step begins, and as after an overflow.
+        wrapper.micro_step_id = INITIAL_MICRO_STEP_ID
+        wrapper._release_preflattened_grad_buffers()
+        if wrapper.cpu_offload:
+            wrapper._offload_accumulated_param_ids = set()
+            wrapper.reset_cpu_buffers()
+        wrapper.averaged_gradients.clear()
+        wrapper.all_grad_tensors.clear()
+
     @cached_property
     def _has_own(self) -> bool:
         """Whether this rank's partition is more than padding."""
@@ -433,6 +450,14 @@ class _ZeroThree(DeepSpeedLayout):
     def keeps_gradient(self, parameter: Tensor) -> bool | None:
         # The first backward pass after a step, or after zero_grad(), overwrites the buffers.
         return bool(self._engine.optimizer.micro_step_id > 0)
+
+    def forget_gradients(self) -> None:
+        super().forget_gradients()
+        wrapper = self._engine.optimizer
+        wrapper.averaged_gradients.clear()
+        if wrapper.offload_optimizer:
+            wrapper._offload_boundary_param_ids = set()
+            wrapper.reset_cpu_buffers()
 
     def units(self) -> list[list[tuple[Tensor, int]]]:
         wrapper = self._engine.optimizer

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from rankwise.routing.roles import attach_info
 __all__ = [
     "UNSAVED",
     "copy_of",
+    "gather_anew",
     "own_weights",
     "refuse_beside_megatron_fsdp",
     "run_of",
@@ -118,6 +120,7 @@ def own_weights(chunks: Sequence[nn.Module]) -> Iterator[_AsOptimized]:
     for group in second:
         group._switch_to_unsharded_parameters()
     for inner in wrapped:
+        inner.module.register_load_state_dict_post_hook(partial(gather_anew, [inner]))
         inner.start_param_sync(force_sync=True)
         inner._replace_param_with_raw_if_needed()
         # Modules that are asked what a checkpoint holds of them would put the optimizer's parameters back.
@@ -139,6 +142,20 @@ def own_weights(chunks: Sequence[nn.Module]) -> Iterator[_AsOptimized]:
             inner.synchronize_param_gather()
         for group in second:
             group._switch_to_sharded_parameters()
+
+
+def gather_anew(chunks: Sequence[nn.Module], *_: Any) -> None:
+    """Let go of gathered weights, so that the next pass gathers those that the optimizer has. Sends nothing.
+
+    Megatron gathers for the next pass as a step ends, and leaves that as it is when weights are loaded.
+
+    Args:
+        chunks: The model chunks.
+        _: What torch hands to hooks.
+    """
+    for inner in filter(None, map(_wrapped, chunks)):
+        inner.install_optimized_model_weights()
+        inner.synchronize_param_gather()
 
 
 def with_empty_shards(stock: Any, chunks: Sequence[nn.Module]) -> list[tuple[Any, str, Any]]:

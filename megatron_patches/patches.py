@@ -147,6 +147,20 @@ def _load_checkpoint(stock: Function) -> Function:
     return load_checkpoint
 
 
+def _scheduler(stock: Any) -> Any:
+    @functools.wraps(stock, updated=())
+    class OptimizerParamScheduler(stock):  # type: ignore[misc]
+        def load_state_dict(self, state_dict: Any) -> None:
+            from megatron_patches.resuming import wrappers_of_ours
+
+            before = self.num_steps
+            super().load_state_dict(state_dict)
+            if before and wrappers_of_ours(self.optimizer):
+                self.step(increment=-before)
+
+    return OptimizerParamScheduler
+
+
 def _training_log(stock: Function) -> Function:
     signature = inspect.signature(stock)
 
@@ -236,6 +250,16 @@ PATCHES: tuple[Patch, ...] = (
         reason="Megatron scales a full-precision copy as if it had the weight's shape, which a shard has not",
         replace=_clip_qk,
         command_line=False,
+    ),
+    Patch(
+        module="megatron.core.optimizer_param_scheduler",
+        name="OptimizerParamScheduler",
+        parameters=("optimizer", "init_lr", "max_lr", "min_lr"),
+        tested=_TESTED,
+        reason="a schedule that has begun adds the steps of a checkpoint to its own, and goes on at another rate",
+        replace=_scheduler,
+        command_line=False,
+        open_end=True,
     ),
     Patch(
         module="megatron.training.arguments",

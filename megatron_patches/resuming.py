@@ -13,7 +13,7 @@ from megatron_patches.param_groups import RATES
 from megatron_patches.records import nested
 from rankwise.step.optimizer import ShardedOptimizer
 
-__all__ = ["flag_of", "misfit", "options_record", "overriding_rates", "overrides", "settle_options"]
+__all__ = ["flag_of", "misfit", "options_record", "overriding_rates", "overrides", "settle_options", "wrappers_of_ours"]
 
 OVERRIDE = "--override-opt_param-scheduler"
 # Megatron's scheduler writes these into the groups, and has rules and flags of its own for them.
@@ -34,15 +34,23 @@ def overriding_rates(optimizer: Any, scheduler: Any) -> Iterator[None]:
         optimizer: Result of the factory, or None.
         scheduler: Megatron's scheduler, or None.
     """
-    wrappers = getattr(optimizer, "chained_optimizers", [optimizer])
-    ours = [wrapper for wrapper in wrappers if isinstance(getattr(wrapper, "optimizer", None), ShardedOptimizer)]
-    groups = [group for wrapper in ours if overrides(wrapper) for group in wrapper.param_groups]
+    groups = [group for wrapper in wrappers_of_ours(optimizer) if overrides(wrapper) for group in wrapper.param_groups]
     before = [{name: group[name] for name in RATES if name in group} for group in groups]
     yield
     for group, rates in zip(groups, before, strict=True):
         group.update(rates)
     if groups and scheduler is not None:
         scheduler.step(increment=0)
+
+
+def wrappers_of_ours(optimizer: Any) -> list[Any]:
+    """Return Megatron's wrappers around optimizers of ours.
+
+    Args:
+        optimizer: Result of the factory, or None.
+    """
+    wrappers = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [wrapper for wrapper in wrappers if isinstance(getattr(wrapper, "optimizer", None), ShardedOptimizer)]
 
 
 def overrides(wrapper: Any) -> bool:

@@ -32,7 +32,7 @@ from megatron_patches.groups import ParallelGroups
 from megatron_patches.layouts import MegatronLayout
 from megatron_patches.losses import StepLosses
 from megatron_patches.main_weights import KeptWeights
-from megatron_patches.megatron_fsdp import UNSAVED, under_megatron_fsdp
+from megatron_patches.megatron_fsdp import UNSAVED, gather_anew, under_megatron_fsdp
 from megatron_patches.memory import keep
 from megatron_patches.monitor import health_of
 from megatron_patches.norms import Norms
@@ -303,6 +303,8 @@ class _Adopted(MegatronOptimizer):
             else:
                 fsdp = under_megatron_fsdp(self)
                 load_sharded(self, filled_state(self._requested, state_dict) if fsdp else state_dict)
+        if under_megatron_fsdp(self):
+            gather_anew(self.model_chunks)
         if self.kept is not None:
             # Other ranks' copies follow what the main weights were rounded to here.
             for chunk in self.model_chunks:

@@ -64,8 +64,13 @@ def load_checkpoint(
     if plan.note is not None:
         print_on_first_rank(plan.note)
     if checkpoint is not None and plan.by_name:
-        return load_by_name(engine, checkpoint, plan)
-    return _load_by_deepspeed(original, engine, load_dir, tag, plan)
+        loaded = load_by_name(engine, checkpoint, plan)
+    else:
+        loaded = _load_by_deepspeed(original, engine, load_dir, tag, plan)
+    layout = getattr(getattr(engine.basic_optimizer, "planner", None), "source", None)
+    if isinstance(layout, DeepSpeedLayout) and loaded[0] is not None:
+        layout.forget_gradients()  # of the weights that were replaced
+    return loaded
 
 
 # --- what is known of the run ----------------------------------------------------------------------------------------

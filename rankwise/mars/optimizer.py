@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import ceil, prod
 from typing import Any, NamedTuple
@@ -282,6 +282,11 @@ class MARS(ShardedOptimizer):
             states, scalars.nesterov = _FOLDED, group["gamma"]
         passes = bucket.passes(rule, states, scalars, part.norms)
         return _measured(unit, bucket, passes, part.orthogonal)
+
+    def load_extra_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore :meth:`extra_state`; the gradient that was recorded for the next step is dropped."""
+        super().load_extra_state(state_dict)
+        self._recorded = False
 
     def _before_step(self, unit: StepUnit) -> None:
         # Before any state changes: the step can be repeated once the gradient is recorded.

@@ -314,14 +314,22 @@ def engine_of(job: Job, world: int, **keywords: Any) -> Any:
 
 def train_step(engine: Any, rank: int, world: int, step: int, factor: float = 1.0, seed: int = 0) -> float:
     """One optimizer step of an engine on its share of the global batch; returns the last micro-batch's loss."""
+    loss = accumulate(engine, rank, world, step, ACCUMULATION, factor, seed)
+    engine.step()
+    return loss
+
+
+def accumulate(engine: Any, rank: int, world: int, step: int, count: int, factor: float = 1.0, seed: int = 0) -> float:
+    """The first micro-batches of a step, up to the last one's backward pass."""
     x, y = batches(STEPS, seed)
     size = GLOBAL_BATCH // world
     share = slice(rank * size, (rank + 1) * size)
     loss = torch.tensor(0.0)
-    for micro in range(ACCUMULATION):
+    for micro in range(count):
+        if micro:
+            engine.step()
         loss = engine(x[step, micro, share], y[step, micro, share])
         engine.backward(loss * factor if factor != 1.0 else loss)
-        engine.step()
     return float(loss)
 
 

@@ -10,6 +10,7 @@ import ds_harness as ds
 import numpy as np
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from ds_harness import run_ranks
 
 # A factor step of MKOR's, and MKOR-H's switch, come after the fourth.
@@ -94,3 +95,59 @@ def test_buffers_in_8_bits_on_another_layout(tmp_path: Path) -> None:
     (_, moved) = run_ranks(3, _train, [_in_8_bits(3)], str(tmp_path / "two"), True)[0][0]
     initial = ds.weights_of(ds.model_of(_in_8_bits(3)))
     assert ds.error(moved, whole, initial) <= 0.5 * ds.error(whole, full, initial)
+
+
+# --- rolled back -----------------------------------------------------------------------------------------------------
+
+
+def _roll_back(rank: int, world: int, jobs: list[ds.Job], folder: str) -> list[list[tuple[str, dict[str, np.ndarray]]]]:
+    """What comes after a checkpoint at first, and once it is loaded while micro-batches wait for their step."""
+    get_accelerator().is_fp16_supported = lambda: True
+    found = []
+    for index, job in enumerate(jobs):
+        engine, results = ds.engine_of(job, world), []
+        for step in range(2):
+            ds.train_step(engine, rank, world, step)
+        engine.save_checkpoint(f"{folder}/{index}")
+        for waiting in (0, 1, ds.ACCUMULATION):
+            if waiting:
+                ds.accumulate(engine, rank, world, 8, waiting)
+                engine.load_checkpoint(f"{folder}/{index}")
+            for step in range(2, 4):
+                ds.train_step(engine, rank, world, step)
+            results.append((ds.digest(engine.basic_optimizer), ds.model_weights(engine)))
+        engine.destroy()
+        found.append(results)
+    return found
+
+
+def _of_stage(stage: int, dtype: torch.dtype = torch.float32, name: str = "MKOR", **settings: Any) -> ds.Job:
+    return ds.Job(name, ds.TYPES[name], config={"zero_optimization": {"stage": stage, **settings}}, dtype=dtype)
+
+
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+ROLLED_BACK = [
+    *(_of_stage(stage) for stage in range(4)),
+    *(_of_stage(stage, name="LDAdam", **OFFLOADED) for stage in (2, 3)),
+    _of_stage(0, torch.bfloat16, "MARS-M"),
+    _of_stage(2, torch.float16, "SONew"),
+]
+EVERYWHERE = [
+    _of_stage(stage, dtype, name, **settings)
+    for name in ds.TYPES
+    for stage in range(4)
+    for dtype in (torch.float32, torch.bfloat16)
+    for settings in ({}, *((OFFLOADED, {"overlap_comm": True}) if stage else ()))
+]
+
+
+@pytest.mark.parametrize(
+    "jobs", [ROLLED_BACK, pytest.param(EVERYWHERE, marks=pytest.mark.exhaustive)], ids=["usual", "everywhere"]
+)
+def test_a_run_rolls_back_bitwise(tmp_path: Path, jobs: list[ds.Job]) -> None:
+    """DeepSpeed itself adds gradients of the weights before to those of the weights that it has loaded."""
+    for found in run_ranks(2, _roll_back, jobs, str(tmp_path)):
+        for job, ((digest, weights), *others) in zip(jobs, found, strict=True):
+            for found_digest, found_weights in others:
+                assert all(np.array_equal(found_weights[name], weights[name]) for name in weights), job
+                assert found_digest == digest, job

@@ -16,7 +16,7 @@ from ranks import run_ranks
 import megatron_patches
 from megatron_patches.cpu import cpu_megatron
 
-__all__ = ["AFTER", "BEFORE", "Job", "resume", "save", "went_on"]
+__all__ = ["AFTER", "BEFORE", "Job", "resume", "roll_back", "save", "went_on"]
 
 BEFORE, AFTER = 3, 2
 Job = tuple[Any, ...]
@@ -45,6 +45,23 @@ def resume(rank: int, world: int, jobs: list[tuple[str, Cell, Path]] | list[Any]
             with opened(cell, maker(name), *kind) as trainer:
                 trainer.load(source)
                 found.append(trained(trainer, AFTER))
+    return found
+
+
+def roll_back(rank: int, world: int, jobs: list[Job], folder: Path) -> list[tuple[Result | None, Result | None]]:
+    """Train, save, train on, load into the same objects, train on: what came after the first time, and the second."""
+    found = []
+    megatron_patches.apply()
+    with cpu_megatron():
+        for index, (name, cell) in enumerate(jobs):
+            target = folder / str(index)
+            target.mkdir(exist_ok=True)
+            with opened(cell, maker(name)) as trainer:
+                trained(trainer, BEFORE)
+                trainer.save(target)
+                whole = trained(trainer, AFTER)
+                trainer.load(target)
+                found.append((whole, trained(trainer, AFTER)))
     return found
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import dist_checkpointing
-from megatron_cells import DISTRIBUTED, MOE, Cell
+from megatron_cells import DISTRIBUTED, MOE, OVERLAPPED, Cell
 from megatron_harness import Result, largest_gap, opened, trained
-from megatron_resumes import resume, save
+from megatron_resumes import resume, roll_back, save
 from megatron_types import TYPES, maker
 from ranks import once, run_ranks
 
@@ -127,6 +127,30 @@ def test_buffers_in_8_bits_move(folder: Path) -> None:
 def test_all_resume_on_another_layout(folder: Path, label: str) -> None:
     for name, (whole, again) in zip(TYPES, _moved(folder, label, tuple(TYPES)), strict=True):
         assert largest_gap(again.weights, whole.weights) <= LARGEST_MOVE, name
+
+
+ROLLED_BACK = [("mkor", Cell(precision="bf16", **OVERLAPPED)), ("ldadam", SAME["DP2 layer-wise"][1])]
+EVERYWHERE = [
+    *(Cell(precision=precision, **OVERLAPPED) for precision in ("fp32", "bf16", "fp16")),
+    Cell(precision="bf16", optimizer={"use_precision_aware_optimizer": True}, **OVERLAPPED),
+    *(cell for _, cell in SAME.values()),
+]
+
+
+@pytest.mark.parametrize(
+    "jobs",
+    [
+        ROLLED_BACK,
+        pytest.param([(name, cell) for name in TYPES for cell in EVERYWHERE], marks=pytest.mark.exhaustive),
+    ],
+    ids=["usual", "everywhere"],
+)
+def test_a_run_rolls_back_bitwise(jobs: list[tuple[str, Cell]], tmp_path: Path) -> None:
+    """Its schedule, too: Megatron's own adds the checkpoint's steps to those that it has taken."""
+    for job, (whole, again) in zip(jobs, run_ranks(2, roll_back, jobs, tmp_path)[0], strict=True):
+        assert again.losses == whole.losses, job
+        assert all(torch.equal(again.weights[key], whole.weights[key]) for key in whole.weights), job
+        assert all(torch.equal(again.model_weights[key], whole.model_weights[key]) for key in whole.weights), job
 
 
 def _without_our_patch(rank: int, world: int, folder: Path) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import BY_NAME, Case, advance, assert_same, cases, loss_of, net, setup, weights
+from cases import BY_NAME, Case, advance, assert_same, cases, is_exact, loss_of, net, setup, weights
 from saved_files import through_a_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -67,6 +67,31 @@ def test_resumes_bit_for_bit(case: Case, steps: int) -> None:
     ours, theirs = tensors(twin.state_dict()), tensors(optimizer.state_dict())
     assert len(ours) == len(theirs) > 0
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("pending", ["a backward pass", "a skipped step"])
+@cases()
+def test_a_run_rolls_back_bit_for_bit(case: Case, pending: str) -> None:
+    """Whatever has happened since, and whatever still waits for a step, it goes on as fresh objects do."""
+    skips = {"skip_nonfinite": pending == "a skipped step"}
+    model, optimizer = setup(case, **skips)
+    advance(model, optimizer, range(3))
+    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    other, twin = resumed(case, model, optimizer, **skips)
+    advance(model, optimizer, range(20, 25))
+    loss_of(model, 25).backward()
+    if skips["skip_nonfinite"]:
+        next(model.parameters()).grad.fill_(torch.nan)
+        if is_exact(optimizer):
+            optimizer.record_reference()
+        optimizer.step()
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    for each, target in ((model, optimizer), (other, twin)):
+        advance(each, target, range(3, 8))
+    assert_same(weights(model), weights(other))
+    ours, theirs = tensors(optimizer.state_dict()), tensors(twin.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @cases()
@@ -223,13 +248,18 @@ def test_rank_and_feedback_come_from_the_checkpoint(built_with: dict[str, Any], 
 # --- MARS, exact mode ------------------------------------------------------------------------------------------------
 
 
-def test_exact_mode_needs_the_look_ahead_again_after_resuming() -> None:
+@pytest.mark.parametrize("into", ["a fresh run", "the run itself"])
+def test_exact_mode_needs_the_look_ahead_again_after_resuming(into: str) -> None:
     case = BY_NAME["mars-adamw-exact"]
     model, optimizer = setup(case)
     advance(model, optimizer, range(2))
     loss_of(model, 3).backward()
     optimizer.record_reference()
-    other, twin = resumed(case, model, optimizer)
+    if into == "a fresh run":
+        other, twin = resumed(case, model, optimizer)
+    else:
+        other, twin = model, optimizer
+        twin.load_state_dict(through_a_file(optimizer.state_dict()))
     loss_of(other, 2).backward()
     with pytest.raises(RuntimeError, match="call record_reference"):
         twin.step()
