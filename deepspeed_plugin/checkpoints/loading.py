@@ -63,6 +63,7 @@ def load_checkpoint(
     checkpoint, plan = judged() if present.identity is None else read_together(judged)
     if plan.note is not None:
         print_on_first_rank(plan.note)
+    loaded: tuple[str | None, Any]
     if checkpoint is not None and plan.by_name:
         loaded = load_by_name(engine, checkpoint, plan)
     else:
