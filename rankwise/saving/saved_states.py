@@ -73,6 +73,21 @@ class SavedStates:
 
     # --- dictionaries -------------------------------------------------------------------------------------------
 
+    def refuse_apart(self, groups: Groups, states: States) -> None:
+        """Refuse to save states of tensors that no param group has, for which torch knows no number.
+
+        Raises:
+            RuntimeError: Names the way to save.
+        """
+        held = {id(tensor) for group in groups for tensor in group["params"]}
+        apart = sum(isinstance(tensor, Tensor) and id(tensor) not in held for tensor in states)
+        if apart:
+            raise RuntimeError(
+                f"{self._spec.name}: state_dict() is invalid now: {apart} of {len(states)} tensors with states are in "
+                "no param group; a framework that puts them there for its own steps alone saves them by its own "
+                "function (DeepSpeed: engine.save_checkpoint)"
+            )
+
     def beside_torch(self, result: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
         """Entries of a state dictionary besides torch's own; a collective where ranks hold the parameters alike."""
         if self._whole is not None:

@@ -409,6 +409,7 @@ class ShardedOptimizer(Optimizer, ABC):
         if regrouped and self.planner.is_plain and self.spec.matrix_states and not self.saved.is_consolidated:
             # Planning drops states that the next step would begin anew, so that they are not saved.
             self._unit()
+        self.saved.refuse_apart(self.param_groups, self.state)
         result = super().state_dict()
         result["state"] = self.saved.as_saved(result, self.param_groups, self.state)
         beside = self.saved.beside_torch(result, self.param_groups)

@@ -180,6 +180,19 @@ def test_a_misread_layout_is_refused(stage: int | str, tmp_path: Path) -> None:
         assert [message[-11:] for message in messages[2:]] == ["(on rank 0)"] * 2 + ["(on rank 1)"] * 2
 
 
+def _saved_alone(rank: int, world: int) -> str:
+    engine = ds.engine_of(ds.at_stage(ds.ours(["MARS-AdamW"])[0], 3), world)
+    ds.train_step(engine, rank, world, 0)
+    with pytest.raises(RuntimeError) as caught:
+        engine.basic_optimizer.state_dict()
+    return str(caught.value)
+
+
+def test_states_that_groups_have_in_steps_alone_are_saved_by_the_engine() -> None:
+    (message,) = run_ranks(1, _saved_alone)
+    assert "are in no param group" in message and "engine.save_checkpoint" in message
+
+
 def test_a_renamed_attribute_is_refused_with_the_version() -> None:
     """As after an upgrade of DeepSpeed that names the groups otherwise."""
     wrapper = SimpleNamespace(single_partition_of_fp32_groups=[])

@@ -75,10 +75,15 @@ def _save(rank: int, world: int, setting: str, cases: list[str], folder: str, fl
     return found
 
 
-def _resume(rank: int, world: int, setting: str, cases: list[str], folder: str, flat: bool) -> dict[str, Weights]:
+def _resume(
+    rank: int, world: int, setting: str, cases: list[str], folder: str, flat: bool, trained: int = 0
+) -> dict[str, Weights]:
+    """Load into fresh objects, or into those that have trained and whose last gradients wait for a step."""
     found = {}
     for case in cases:
-        run = _start(case, setting)
+        run = _start(case, setting).train(trained)
+        if trained:
+            run.backward()
         run.count = BEFORE
         states = _states(run, flatten_optimizer_state_dict=flat)
         dcp.load(states, checkpoint_id=f"{folder}/{case}")
@@ -89,6 +94,7 @@ def _resume(rank: int, world: int, setting: str, cases: list[str], folder: str, 
             optim_state_dict=states["optimizer"],
             options=StateDictOptions(flatten_optimizer_state_dict=flat),
         )
+        run.optimizer.zero_grad()
         found[case] = run.train(AFTER).weights()
     return found
 
@@ -144,6 +150,18 @@ def test_goes_on_elsewhere(before: str | None, after: str | None, cases: list[st
     for resumed in _everywhere(after, _resume, cases, str(tmp_path), flat):
         for case in cases:
             assert _difference(resumed[case], saved[case]) <= (0.0 if before == after else 1e-6), case
+
+
+EXHAUSTIVE = [pytest.param(setting, ALL, marks=pytest.mark.exhaustive) for setting in ("hybrid-4", "tensor-4", "ddp")]
+
+
+@pytest.mark.parametrize(("setting", "cases"), [(None, ALL), ("rows-3", KINDS), *EXHAUSTIVE])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_run_rolls_back_bitwise(setting: str | None, cases: list[str], tmp_path: Path) -> None:
+    saved = _everywhere(setting, _save, cases, str(tmp_path), True)[0]
+    for resumed in _everywhere(setting, _resume, cases, str(tmp_path), True, BEFORE + 2):
+        for case in cases:
+            assert _difference(resumed[case], saved[case]) == 0.0, case
 
 
 @pytest.mark.parametrize("setting", [None, "rows-3", pytest.param("tensor-4", marks=pytest.mark.exhaustive)])
