@@ -243,6 +243,8 @@ def restore(
     def fill() -> None:
         moments = None if takeover is None else takeover.carried
         wanted, unpacked = _destinations(optimizer, saved, extra is not None, moments)
+        if matrices:
+            matrices.update(_owned_destinations(optimizer, saved, announce=False))  # of those that were left out, too
         places = {f"matrix/{key}/{name}": value for key, state in matrices.items() for name, value in state.items()}
         saved.load({**wanted, **places, **steps}, group)
         for unpack in unpacked:
@@ -314,11 +316,13 @@ def _destinations(
     return wanted, unpacked
 
 
-def _owned_destinations(optimizer: ShardedOptimizer, stored: NamedVectors) -> dict[str, MatrixState]:
+def _owned_destinations(
+    optimizer: ShardedOptimizer, stored: NamedVectors, announce: bool = True
+) -> dict[str, MatrixState]:
     """Memory for the saved states of the matrices that this rank owns."""
     saved = of_matrices({path: path for path in stored})
-    # This place sees the states of all matrices, and is reached only once, so the warning comes from here.
-    carried = optimizer.saved.carrier.carried(saved, announce=optimizer.planner.rank == 0)
+    # This place sees the states of all matrices, so the warning comes from here, once.
+    carried = optimizer.saved.carrier.carried(saved, announce=announce and optimizer.planner.rank == 0)
     owners = optimizer.owners()
     for unit in optimizer.planned_units:
         owners |= homes(unit)

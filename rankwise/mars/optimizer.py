@@ -284,7 +284,7 @@ class MARS(ShardedOptimizer):
         return _measured(unit, bucket, passes, part.orthogonal)
 
     def load_extra_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore :meth:`extra_state`; the gradient that was recorded for the next step is dropped."""
+        """Restore extra state; the gradient that was recorded for the next step is dropped."""
         super().load_extra_state(state_dict)
         self._recorded = False
 

@@ -85,7 +85,7 @@ class SavedStates:
             raise RuntimeError(
                 f"{self._spec.name}: state_dict() is invalid now: {apart} of {len(states)} tensors with states are in "
                 "no param group; a framework that puts them there for its own steps alone saves them by its own "
-                "function (DeepSpeed: engine.save_checkpoint)"
+                "function, as engine.save_checkpoint"
             )
 
     def beside_torch(self, result: Mapping[str, Any], groups: Groups) -> dict[str, Any]:

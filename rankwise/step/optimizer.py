@@ -534,7 +534,11 @@ class ShardedOptimizer(Optimizer, ABC):
             MisfitError: A state is not of the shape of its matrix; without ``fill`` nothing has changed then.
         """
         if fill is not None:
+            units = [list(zip(u.tensors, (c.group for c in u.contents), strict=True)) for u in self.planned_units]
             self.forget_states()
+            if not self.planned_units:
+                # Forgotten, as other parameters are matrices than before; what is filled lies where plans say.
+                self.plan_ahead(units)
             fill()
         self.undo.settle()
         self.saved.adopt(self.state, matrix_states, steps)

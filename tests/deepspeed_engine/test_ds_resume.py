@@ -151,3 +151,35 @@ def test_a_run_rolls_back_bitwise(tmp_path: Path, jobs: list[ds.Job]) -> None:
             for found_digest, found_weights in others:
                 assert all(np.array_equal(found_weights[name], weights[name]) for name in weights), job
                 assert found_digest == digest, job
+
+
+def _from_elsewhere(rank: int, world: int, jobs: list[ds.Job], folder: str) -> list[list[tuple[str, Any]]]:
+    """A checkpoint of ZeRO-1, in a new engine and in one that has trained: it learned which layers are never used."""
+    found = []
+    for index, job in enumerate(jobs):
+        writer = ds.engine_of(ds.at_stage(job, 1), world)
+        for step in range(2):
+            ds.train_step(writer, rank, world, step)
+        writer.save_checkpoint(f"{folder}/{index}")
+        writer.destroy()
+        results = []
+        for trained in (0, 8):
+            engine = ds.engine_of(job, world)
+            for step in range(trained):
+                ds.train_step(engine, rank, world, step)
+            engine.load_checkpoint(f"{folder}/{index}")
+            for step in range(2, 4):
+                ds.train_step(engine, rank, world, step)
+            results.append((ds.digest(engine.basic_optimizer), ds.model_weights(engine)))
+            engine.destroy()
+        found.append(results)
+    return found
+
+
+def test_a_run_goes_on_with_a_checkpoint_of_another_stage(tmp_path: Path) -> None:
+    """MKOR-H has switched then, and MKOR has left a layer out: their plans are those of other matrices."""
+    jobs = [_of_stage(3), _of_stage(2, name="MKOR-H"), _of_stage(0, name="LDAdam")]
+    for found in run_ranks(2, _from_elsewhere, jobs, str(tmp_path)):
+        for job, ((digest, weights), (found_digest, found_weights)) in zip(jobs, found, strict=True):
+            assert all(np.array_equal(found_weights[name], weights[name]) for name in weights), job
+            assert found_digest == digest, job
