@@ -33,6 +33,7 @@ from benchmarks.convergence.experiments import CHECK, chosen
 from benchmarks.convergence.ladder import ANCHOR, CONTENDERS, FIRST, LARGEST, RUNGS, STEADY, experiment_of
 from benchmarks.convergence.ladder_page import ladder_section, share_of_steps
 from benchmarks.convergence.language_models import E3
+from benchmarks.convergence.optimizers import make_optimizer
 from benchmarks.convergence.packed_text import pack, unpack
 from benchmarks.convergence.queue import expected_seconds, missing_rows, queued, work_beside
 from benchmarks.convergence.results import Results
@@ -478,6 +479,21 @@ def test_a_full_disk_leaves_a_file_as_it_was(tmp_path: Path) -> None:
 # --- types of devices ------------------------------------------------------------------------------------------------
 
 
+def test_what_can_end_in_time_comes_before_what_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "Worker", Here)
+    monkeypatch.setattr(queue, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    results, begun = Results(tmp_path), []
+
+    def task(run: Run, place: Place) -> dict[str, Any]:
+        begun.append(run.optimizer)
+        return row(run, train_loss=abs(run.lr - 0.02), seconds=9.0 if run.optimizer == "adam" else 1.0)
+
+    list(work_beside([CHECK], results, Place(end=5.0), 1, task=task))
+    others = [place for place, name in enumerate(begun) if name != "adam"]
+    assert begun[0] == "adam" and others == list(range(1, len(others) + 1)), "all of the others before its second"
+    assert begun.count("adam") > 3, "what cannot end is begun all the same, and put aside"
+
+
 def test_a_gpu_takes_nothing_from_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither rates nor rows, though both write to the same files."""
     monkeypatch.setattr(queue, "Worker", Here)
@@ -679,6 +695,16 @@ def test_gradients_stay_where_a_graph_has_them_but_for_hooks(monkeypatch: pytest
             kept = train(run)
         assert len(made) == graphs and plain is not None and kept is not None
         assert kept["validation_loss"] == plain["validation_loss"], optimizer
+
+
+@pytest.mark.usefixtures("text")
+def test_mkor_and_muon_leaves_gradients_where_they_are() -> None:
+    task = tasks.make_task({**RUNGS[0].task, **SMALL}, 3)
+    optimizer = make_optimizer("mkor and muon", task.model, 1e-2, {"momentum": 0.9, "mkor_rule": "sketch"})
+    task.gradient(0)
+    before = [parameter.grad for parameter in task.model.parameters()]
+    optimizer.step()
+    assert all(parameter.grad is one for parameter, one in zip(task.model.parameters(), before, strict=True))
 
 
 # --- the text --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.convergence.corpus import NAME, SOURCES
 from benchmarks.convergence.experiment import Experiment
-from benchmarks.convergence.ladder import ANCHOR, CONTENDERS, FIRST, LARGEST, RUNGS, STEADY, Rung, experiment_of
+from benchmarks.convergence.ladder import ANCHOR, CONTENDERS, LARGEST, RUNGS, STEADY, Rung, experiment_of
 from benchmarks.convergence.page import interval_words, recorded_rows
 from benchmarks.convergence.results import Results, Row, device_type
 from benchmarks.convergence.search import best_trial, final_runs
@@ -27,16 +27,16 @@ _HEAD = """
 All contenders at 1 and 4 M parameters with rates searched and three seeds, at 16 M with rates carried up and one seed,
 and three of them at GPT-2 small's size; 20 bytes a parameter (16 M also 5; 124 M one token of 50,257 byte pairs). The
 [text](#the-text) has 418 MB, or 109 M such tokens. `python -m benchmarks convergence --device cuda --beside 7
---minutes 14` goes on with it, after `python -m benchmarks corpus`; what the end of the minutes cuts is put aside within
-seconds, and every row is written as it comes. `--times` measures steps; `--missing` lists what is left. The rules were
+--minutes 14` goes on with it, after `python -m benchmarks corpus`. Rows are written as they come; what the end of the
+minutes cuts is put aside within seconds. `--times` measures steps; `--missing` lists what is left. The rules were
 stated beforehand:
 
 - *Batch*: tokens of a step grow with the square root of the parameters.
 - *Rates*: searched at 1 and 4 M; above, the best of 4 M times 256 / width.
 - *Decay*: a coefficient of 0.1, so that the share of a weight that decays in a step (rate times coefficient) goes with
   1 / width ([2512.05620](https://arxiv.org/abs/2512.05620)). *{steady}*: that share as it was at 4 M.
-- *Order*: {first}: all of 1 M, then all of 4 M; then the others' rates, one run of everybody at each
-  size, more seeds, and the longest last.
+- *Order*: AdamW, Muon, MARS-M and MKOR's sketch have all of their runs at 1 M, then at 4 M. Then come the rates of the
+  others, one run of everybody at each size, more seeds, and the longest last.
 - *Devices*: GPUs and CPUs are two experiments, each with rates of its own.
 
 """
@@ -96,7 +96,7 @@ def ladder_section(results: Results) -> str:
     Args:
         results: What has been run.
     """
-    head = _HEAD.format(steady=STEADY.removeprefix(", "), first=", ".join(FIRST))
+    head = _HEAD.format(steady=STEADY.removeprefix(", "))
     text = _TEXT.format(name=NAME) + markdown(
         ("package", "version", "language", "licence"),
         [(one.package, one.version, one.language, one.licence) for one in SOURCES],

@@ -196,7 +196,8 @@ def work_beside(
     """Do what is missing, several runs at a time, and write each row as it comes.
 
     A run does not depend on those beside it. At the end of the time those on their way are put aside, and go on in the
-    next session. A run that fails without a figure is left out of this session, and so is its process.
+    next session; runs whose like have taken longer than what is left begin after the others. A run that fails without
+    a figure is left out of this session, and so is its process.
 
     Args:
         experiments: Whose runs.
@@ -213,11 +214,14 @@ def work_beside(
     idle = [Worker(threads) for _ in range(beside)]
     busy: dict[Future[Row | None], tuple[Worker, Entry]] = {}
     begun: set[str] = set()
+    took: dict[str, float] = {}
     try:
         while True:
-            if time.monotonic() < place.end:
-                entries = (one for one in queued(experiments, results) if wanted(one))
-                for entry in entries:
+            left = place.end - time.monotonic()
+            if left > 0:
+                entries = [one for one in queued(experiments, results) if wanted(one)]
+                # What is put aside may be lost with this machine: whatever can end comes before what cannot.
+                for entry in sorted(entries, key=lambda one: took.get(one.run.kind, 0.0) > left):
                     if not idle:
                         break
                     if entry.run.key not in begun:
@@ -226,8 +230,8 @@ def work_beside(
                         busy[worker.begin(task, entry.run, place)] = (worker, entry)
             if not busy:
                 return
-            left = None if place.end == math.inf else max(0.0, place.end + _GRACE - time.monotonic())
-            done = wait(busy, left, FIRST_COMPLETED).done
+            patience = None if place.end == math.inf else max(0.0, place.end + _GRACE - time.monotonic())
+            done = wait(busy, patience, FIRST_COMPLETED).done
             if not done:
                 for worker, entry in busy.values():
                     worker.close(kill=True)
@@ -235,11 +239,15 @@ def work_beside(
                 return
             for future in done:
                 worker, entry = busy.pop(future)
-                yield _ended(future, worker, entry, results, place)
                 idle.append(worker)
+                yield _ended(future, worker, entry, results, place)
+                if (row := results.row(entry.run)) is not None:
+                    took[entry.run.kind] = row["seconds"]
     finally:
-        for worker in (*idle, *(worker for worker, _ in busy.values())):
+        for worker in idle:
             worker.close()
+        for worker, _ in busy.values():
+            worker.close(kill=True)
 
 
 def _words(entry: Entry) -> str:
