@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.convergence.corpus import NAME, SOURCES
 from benchmarks.convergence.experiment import Experiment
-from benchmarks.convergence.ladder import ANCHOR, CONTENDERS, LARGEST, RUNGS, STEADY, Rung, experiment_of
+from benchmarks.convergence.ladder import CONTENDERS, LARGEST, RUNGS, STEADY, Rung, experiment_of
 from benchmarks.convergence.page import interval_words, recorded_rows
 from benchmarks.convergence.results import Results, Row, device_type
 from benchmarks.convergence.search import best_trial, final_runs
@@ -24,15 +24,16 @@ _NAMES = (*CONTENDERS[1:], *(name + STEADY for name in LARGEST))
 _HEAD = """
 ## E13: the ladder
 
-All contenders at 1 and 4 M parameters with rates searched and three seeds, at 16 M with rates carried up and one seed,
-and three of them at GPT-2 small's size; 20 bytes a parameter (16 M also 5; 124 M one token of 50,257 byte pairs). The
-[text](#the-text) has 418 MB, or 109 M such tokens. `python -m benchmarks convergence --device cuda --beside 7
+All contenders at 0.3, 1 and 4 M parameters with rates searched and three seeds, at 16 M with rates carried up and one
+seed, and three of them at GPT-2 small's size; 20 bytes a parameter (16 M also 5; 124 M one token of 50,257 byte pairs).
+The [text](#the-text) has 418 MB, or 109 M such tokens. `python -m benchmarks convergence --device cuda --beside 7
 --minutes 14` goes on with it, after `python -m benchmarks corpus`. Rows are written as they come; what the end of the
-minutes cuts is put aside within seconds. `--times` measures steps; `--missing` lists what is left. The rules were
-stated beforehand:
+minutes cuts is put aside within seconds. `--times` measures steps; `--missing` lists what is left. 0.3 M is for CPUs
+(`--only E13-0.3M --beside 2`): the largest size above with four times the bytes a step and the ladder's text. The rules
+were stated beforehand:
 
 - *Batch*: tokens of a step grow with the square root of the parameters.
-- *Rates*: searched at 1 and 4 M; above, the best of 4 M times 256 / width.
+- *Rates*: searched up to 4 M; above, the best of 4 M times 256 / width.
 - *Decay*: a coefficient of 0.1, so that the share of a weight that decays in a step (rate times coefficient) goes with
   1 / width ([2512.05620](https://arxiv.org/abs/2512.05620)). *{steady}*: that share as it was at 4 M.
 - *Order*: AdamW, Muon, MARS-M and MKOR's sketch have all of their runs at 1 M, then at 4 M. Then come the rates of the
@@ -49,7 +50,7 @@ machine that reaches no registry, `python -m benchmarks corpus --pack FOLDER` wr
 `python -m benchmarks corpus --unpack FOLDER` turns into the same bytes there.
 
 """
-_NOTHING = "**Nothing of this has been run on a GPU**, which it needs.\n"
+_NOTHING = "**No seed of AdamW's has been run on a GPU yet.** From 1 M on it needs one.\n"
 _KINDS = {"cuda": "\n### On GPUs\n", "cpu": "\n### On CPUs\n"}
 """Headings of what types of devices gave."""
 _STEPS = """
@@ -66,7 +67,7 @@ _LOSSES = """
 
 """
 _RATES = """
-**Rates**: the best at 1 and 4 M, and what the rule makes of the former at 4 M (half).
+**Rates**: the best of each search, and what the rule makes of the one at 1 M for 4 M (half).
 
 """
 
@@ -107,7 +108,8 @@ def ladder_section(results: Results) -> str:
 def _of_devices(kind: str, recorded: Results) -> str:
     """What one type of device gave; empty for nothing."""
     results = recorded.of(kind)
-    experiments = [(rung, experiment_of(rung, results)) for rung in RUNGS]
+    by_size = sorted(RUNGS, key=lambda rung: (rung.parameters, rung.each))
+    experiments = [(rung, experiment_of(rung, results)) for rung in by_size]
     rungs = [(rung, one) for rung, one in experiments if _rows(one, _BASE, results)]
     if not rungs:
         return ""
@@ -119,7 +121,7 @@ def _of_devices(kind: str, recorded: Results) -> str:
         parts += [_TIME, _table(heading, names, rungs, lambda rung, one, name: _time(rung, one, name, results, times))]
     own = ("AdamW's loss", *(interval_words(_mean(_rows(one, _BASE, results).values())) for _, one in rungs))
     losses = [(name, *(_loss(one, name, results) for _, one in rungs)) for name in names]
-    parts += [_LOSSES, markdown(heading, [own, *losses]), _rates(results), _devices(rungs, results)]
+    parts += [_LOSSES, markdown(heading, [own, *losses]), _rates(rungs, results), _devices(rungs, results)]
     return "".join(parts)
 
 
@@ -187,18 +189,16 @@ def _mean(rows: Any) -> Difference:
     return mean_interval([row["validation_loss"] for row in rows])
 
 
-def _rates(results: Results) -> str:
-    below, above = (experiment_of(rung, results) for rung in (RUNGS[0], ANCHOR))
+def _rates(rungs: Sequence[tuple[Rung, Experiment]], results: Results) -> str:
+    there = {rung: one for rung, one in rungs if rung.searched}
     rows = []
     for name in CONTENDERS:
-        found = [
-            one.contender(name).rate(best.exponent)
-            for one in (below, above)
-            if (best := best_trial(one, one.contender(name), results)) is not None
-        ]
-        if len(found) == 2:
-            rows.append((name, *(f"{rate:.3g}" for rate in (*found, found[0] / 2))))
-    return _RATES + markdown(("", "1 M", "4 M", "by the rule"), rows) if rows else ""
+        best = {rung: best_trial(one, one.contender(name), results) for rung, one in there.items()}
+        rates = {rung: there[rung].contender(name).rate(found.exponent) for rung, found in best.items() if found}
+        by_the_rule = f"{rates[RUNGS[0]] / 2:.3g}" if RUNGS[0] in rates else ""
+        rows.append((name, *(f"{rates[rung]:.3g}" if rung in rates else "" for rung in there), by_the_rule))
+    heading = ("", *(rung.size.replace("M", " M") for rung in there), "4 M by the rule")
+    return _RATES + markdown(heading, rows)
 
 
 def _devices(rungs: Sequence[tuple[Rung, Experiment]], results: Results) -> str:

@@ -34,7 +34,8 @@ _STAGES = (
     *((name, seed, False) for name in ("E13-4M", "E13-1M") for seed in (2, 3)),
     *(("E13-16M", 1, first) for first in (True, False)),
 )
-"""E13 by worth, see :mod:`benchmarks.convergence.ladder`; last whether it is a run of those who come first."""
+"""E13 by worth, see :mod:`benchmarks.convergence.ladder`; last whether it is a run of those who come first. 0.3 M is
+done after all else, one contender after the other, as CPUs do it."""
 _OPERATIONS = 2e14  # A second of an H200 on products of bfloat16, as far as such models reach them.
 _HOST = 6e-3  # Seconds of a step beside its products: seven runs together took 52,000 steps of 1 and 4 M in 405 s.
 _GRACE = 90.0  # Seconds after the end in which runs may be put aside.
