@@ -190,9 +190,9 @@ def train(run: Run, place: Place = Place()) -> dict[str, Any] | None:  # noqa: B
     try:
         return _trained(run, place)
     finally:
-        # What hooks and graphs hold in circles would stay beside the runs of this process that follow.
-        gc.collect()
         if place.device.type == "cuda":
+            # What hooks and graphs hold in circles would stay beside the runs of this process that follow.
+            gc.collect()
             torch.cuda.empty_cache()
 
 
