@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import itertools
 import json
@@ -272,6 +273,14 @@ def test_a_run_is_saved_on_its_way_and_another_runs_file_is_not_taken(tmp_path: 
     assert len(others) == 4 and Place(torch.device("meta"), folder=tmp_path).folder == tmp_path
 
 
+@pytest.mark.usefixtures("text")
+def test_a_run_that_another_process_does_is_left_to_it(tmp_path: Path) -> None:
+    run, place = Run({**RUNGS[0].task, **SMALL}, "adamw", {}, 1e-3, 6, 1), Place(folder=tmp_path)
+    with runner._claimed(place.file(run)) as is_ours:
+        assert is_ours and train(run, place) is None and train(replace(run, seed=2), place) is not None
+    assert train(run, place) is not None and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
 def test_a_broken_device_is_no_divergence(error: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(self: Any, closure: Any = None) -> None:
@@ -462,6 +471,12 @@ def test_rows_are_whole_and_once_whoever_writes(tmp_path: Path) -> None:
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
     lines = [json.loads(line) for line in (tmp_path / "E0.jsonl").read_text().splitlines()]
     assert sorted(line["run"]["seed"] for line in lines) == list(range(24))
+    with (tmp_path / "E0.jsonl").open("a") as held, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        written = pool.submit(Results(tmp_path).write, "E0", row(replace(runs[0], lr=0.2)))
+        time.sleep(0.1)
+        assert not written.done(), "it waits for who writes now"
+        fcntl.flock(held, fcntl.LOCK_UN)
 
 
 def test_a_full_disk_leaves_a_file_as_it_was(tmp_path: Path) -> None:

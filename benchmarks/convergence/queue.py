@@ -262,7 +262,7 @@ def _ended(future: Future[Row | None], worker: Worker, entry: Entry, results: Re
         worker.close()
         return f"{_words(entry)}: no figure, {type(error).__name__}: {error}"
     if row is None:
-        return f"{_words(entry)}: put aside, to go on"
+        return f"{_words(entry)}: put aside, to go on; or another process does it"
     try:
         results.write(entry.experiment.name, row)
     except OSError as error:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import hashlib
 import math
 import os
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,19 +184,41 @@ def train(run: Run, place: Place = Place()) -> dict[str, Any] | None:  # noqa: B
         A row: the run, its figures at the end, the mean loss of each twentieth of its steps, seconds, bytes of the
         optimizer's states, and where it ran; of MKOR-H the step that dropped its factors, or None. A run whose loss
         stops being finite ends there, with ``diverged``. None: the run was put aside, and goes on when it is called
-        again, on CPUs bit for bit. What was put aside is the caller's to delete, once he has the row in safety.
+        again, on CPUs bit for bit; or another process is doing it. What was put aside is the caller's to delete, once
+        he has the row in safety.
 
     Raises:
         RuntimeError: The device, a library or a compiler failed: that says nothing of the optimizer.
         OSError: The run cannot be put aside at the end; on its way that costs nothing but safety.
     """
     try:
-        return _trained(run, place)
+        with _claimed(place.file(run)) as is_ours:
+            return _trained(run, place) if is_ours else None
     finally:
         if place.device.type == "cuda":
             # What hooks and graphs hold in circles would stay beside the runs of this process that follow.
             gc.collect()
             torch.cuda.empty_cache()
+
+
+@contextmanager
+def _claimed(path: Path | None) -> Iterator[bool]:
+    """Whether no other process is on a run that is put aside in a file; none can be until the end of the block."""
+    if path is None:
+        yield True
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".lock")
+    with beside.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            beside.unlink(missing_ok=True)
 
 
 def _trained(run: Run, place: Place) -> dict[str, Any] | None:
