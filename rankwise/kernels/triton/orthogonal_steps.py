@@ -47,28 +47,28 @@ def orthogonal_steps_(jobs: Sequence[OrthogonalStep], product: torch.dtype, time
     Raises:
         ValueError: A tensor is not a contiguous fp32 run.
     """
-    ended: list[_Part] = []
+    ended: list[_Stack] = []
     for job, matrices in _stacks(jobs, product):
         momenta, weights, vectors, places = map(list, zip(*matrices, strict=True))
         squares = vectors[0]
-        if squares is None or any(vector is not squares for vector in vectors):
+        if squares is None or len(set(map(id, vectors))) > 1:
             squares, places = steps.squared_norms(momenta, None, 0.0), list(range(len(momenta)))
         # Lists are emptied: only the iteration holds its start, and nothing holds what has ended.
         start = [torch.empty(len(momenta), *job.shape, dtype=job.product or product, device=squares.device)]
         if ended and ended[0].stack.itemsize != start[0].itemsize:
             _step_and_normalise([ended.pop()])
-        _step_and_normalise([*ended, _Part(job, momenta, start[0], places, squares)])
+        _step_and_normalise([*ended, _Stack(job, momenta, start[0], places, squares)])
         ended.clear()
         turned, table = job.shape[0] > job.shape[1], quintics(job.coefficients, job.steps)
         products = chosen(HALVED, start[0], turned, timed)
-        factors = orthogonalise(start.pop(), table, products, turned)
-        ended.append(_Part(job, weights, factors, [-1] * len(weights), squares))
-        del factors
+        ended.append(
+            _Stack(job, weights, orthogonalise(start.pop(), table, products, turned), [-1] * len(weights), squares)
+        )
     if ended:
         _step_and_normalise(ended)
 
 
-class _Part(NamedTuple):
+class _Stack(NamedTuple):
     """A stack that begins or has ended.
 
     Attributes:
@@ -106,13 +106,13 @@ def _stacks(jobs: Sequence[OrthogonalStep], product: torch.dtype) -> Iterator[tu
             yield stacked[0], matrices[first : first + at_once]
 
 
-def _step_and_normalise(parts: Sequence[_Part]) -> None:
+def _step_and_normalise(stacks: Sequence[_Stack]) -> None:
     """Do in one launch what is left to do for a stack that has ended, and what comes first for one that begins."""
-    old, new = parts[0], parts[-1]
-    wide_runs = [run for part in parts for run in part.runs]
+    old, new = stacks[0], stacks[-1]
+    wide_runs = [run for each in stacks for run in each.runs]
     # The types of both have as many bits, and only the kernel reads them.
-    narrow_runs = [run for part in parts for run in part.stack.view(new.stack.dtype).view(len(part.runs), -1).unbind()]
-    places = [place for part in parts for place in part.places]
+    narrow_runs = [run for each in stacks for run in each.stack.view(new.stack.dtype).view(len(each.runs), -1).unbind()]
+    places = [place for each in stacks for place in each.places]
     runs = Runs([wide_runs, narrow_runs], steps.TILES * steps.PASS_TILE, [places], [torch.float32, new.stack.dtype])
     launch(
         step_and_normalise_kernel,

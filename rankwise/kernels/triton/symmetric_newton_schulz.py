@@ -158,33 +158,14 @@ def _descriptor(x: Tensor, turned: bool, block: int, depth: int) -> Any:
     return TensorDescriptor(lying, list(lying.shape), list(lying.stride()), [1, *sides])
 
 
+# fmt: off
 @jit
 def _symmetric_kernel(
-    x: tl.tensor,
-    y: tl.tensor,
-    addend: tl.tensor,
-    out: tl.tensor,
-    shifted: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    x_batch: tl.tensor,
-    x_row: tl.tensor,
-    x_column: tl.tensor,
-    y_batch: tl.tensor,
-    y_row: tl.tensor,
-    y_column: tl.tensor,
-    count: tl.tensor,
-    alpha: tl.tensor,
-    beta: tl.tensor,
-    shift: tl.tensor,
-    ADD: tl.constexpr,
-    SHIFT: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-    TURNED: tl.constexpr,
-    LARGE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr,
+    x: tl.tensor, y: tl.tensor, addend: tl.tensor, out: tl.tensor, shifted: tl.tensor, rows: tl.tensor,
+    columns: tl.tensor, x_batch: tl.tensor, x_row: tl.tensor, x_column: tl.tensor, y_batch: tl.tensor,
+    y_row: tl.tensor, y_column: tl.tensor, count: tl.tensor, alpha: tl.tensor, beta: tl.tensor, shift: tl.tensor,
+    ADD: tl.constexpr, SHIFT: tl.constexpr, DESCRIBED: tl.constexpr, TURNED: tl.constexpr, LARGE: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
 ) -> None:
     # Programs go through the triangle row by row: 0; 1, 2; 3, 4, 5. The root may be rounded to a neighbour.
     tile = tl.program_id(0)
@@ -241,3 +222,4 @@ def _symmetric_kernel(
         tl.store(out + mirrored, value, mask=inside)
         if SHIFT:
             tl.store(shifted + mirrored, value, mask=inside)
+# fmt: on
