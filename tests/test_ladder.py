@@ -60,8 +60,8 @@ def row(run: Run, loss: float = 1.0, **further: Any) -> dict[str, Any]:
 
 
 def searched(results: Results, names: tuple[str, ...] = CONTENDERS, shift: int = 0) -> Results:
-    """The searches at 1 and 4 M are over: the best rate is the guess, or others for AdamW."""
-    for rung in RUNGS[:2]:
+    """The searches up to 4 M are over: the best rate is the guess, or others for AdamW."""
+    for rung in (rung for rung in RUNGS if rung.searched):
         experiment = experiment_of(rung, results)
         for contender in map(experiment.contender, names):
             best = shift if contender.name == "AdamW" else 0
@@ -112,7 +112,7 @@ def test_ranks_of_ldadam_follow_the_width() -> None:
         for rung in RUNGS
         if not rung.names
     ]
-    assert ranks == [32, 64, 128, 128]
+    assert ranks == [32, 64, 128, 128, 16]
 
 
 def test_the_first_trials_can_be_run_at_once() -> None:
@@ -135,12 +135,13 @@ def test_the_queue_goes_by_worth() -> None:
         found = [(entry.experiment.name, entry.run.seed) for entry in queued(experiments, results)]
         return [key for key, _ in itertools.groupby(found)]
 
-    assert stages() == [("E13-1M", 0), ("E13-4M", 0), ("E9-0.075M", 0)]
+    assert stages() == [("E13-1M", 0), ("E13-4M", 0), ("E9-0.075M", 0), ("E13-0.3M", 0)]
     first = queued(experiments, results)
     assert [entry.contender for entry in first[:6]] == ["AdamW"] * 3 + ["Muon"] * 3
     searched(results)
     order = [*[("E13-1M", 1), ("E13-4M", 1), ("E13-16M-5", 1), ("E13-124M", 1), ("E13-4M", 2), ("E13-4M", 3)]]
-    assert stages() == [*order, ("E13-1M", 2), ("E13-1M", 3), ("E13-16M", 1), ("E9-0.075M", 0)]
+    order += [("E13-1M", 2), ("E13-1M", 3), ("E13-16M", 1), ("E9-0.075M", 0)]
+    assert stages() == [*order, *[("E13-0.3M", seed) for _ in CONTENDERS for seed in (1, 2, 3)]], "each to its end"
     assert len([e for e in queued(experiments, results) if e.experiment.name == "E13-124M"]) == len(LARGEST)
 
 
@@ -156,7 +157,7 @@ def test_what_a_run_takes_is_that_of_its_like() -> None:
 
 def test_what_is_missing_is_listed_with_its_seconds() -> None:
     lines = list(missing_rows(NOTHING, "one"))
-    assert len(lines) == 4 * len(CONTENDERS) + len(LARGEST) + 1
+    assert len(lines) == 5 * len(CONTENDERS) + len(LARGEST) + 1
     assert lines[0].startswith("E13-1M AdamW: 6 runs of ") and "E13-124M MARS-M: 1 run of " in "\n".join(lines)
     assert "at the rate that E13-4M finds" in lines[18] and lines[-1].endswith("less with some side by side")
     results = searched(Results(Path("nowhere")))
@@ -576,7 +577,7 @@ def test_shares_of_steps_are_read_between_the_points() -> None:
 def test_the_page_has_shares_of_steps_and_time(tmp_path: Path) -> None:
     """MARS-M needs half of AdamW's steps, each of which takes 1.2 times as long."""
     results = searched(Results(tmp_path))
-    assert "Nothing of this has been run" in ladder_section(results)
+    assert "No seed of AdamW's has been run yet" in ladder_section(results)
     speeds = {"AdamW": 1.0, "MARS-M": 2.0, "SOAP": 0.9}
     for rung, names in ((RUNGS[0], speeds), (RUNGS[2], ("AdamW", "MARS-M", "MARS-M" + STEADY))):
         experiment = experiment_of(rung, results)
@@ -589,12 +590,13 @@ def test_the_page_has_shares_of_steps_and_time(tmp_path: Path) -> None:
     page = ladder_section(results)
     assert "| MARS-M | 50 ± 0 % | 50 % |" in page and "| SOAP | not reached by 3 |  |" in page
     assert "| MARS-M | -0.1000 ± 0.0000 | -0.1000 |" in page and f"| MARS-M{STEADY} |  | 50 % |" in page
+    assert "|  | 1 M | 4 M by the rule |" in page and "| AdamW | 0.004 | 0.002 |" in page
     assert "Share of AdamW's time" not in page, "nothing was timed"
     times = {"AdamW": 10.0, "MARS-M": 12.0}
     lines = list(
         measure_times(tmp_path, Place(), lambda run, device: times["AdamW" if run.optimizer == "adamw" else "MARS-M"])
     )
-    assert len(lines) == 2 * len(CONTENDERS) and list(measure_times(tmp_path, Place(), lambda *_: 0.0)) == []
+    assert len(lines) == 3 * len(CONTENDERS) and list(measure_times(tmp_path, Place(), lambda *_: 0.0)) == []
     assert "| MARS-M | 60 ± 0 % (step 1.20, " in ladder_section(results)
 
 

@@ -1,10 +1,12 @@
 """E13: the same contenders at 1, 4, 16 and 124 M parameters, on a device; rates are searched below and carried up.
 
+A rung below these, of 0.3 M parameters, is what CPUs reach: it has E9's largest model with the ladder's batch and text.
+
 All rules were stated before the first run:
 
 - *Batch*: tokens of a step grow with the square root of the parameters, from 64 windows of 256 bytes at 1 M, in
   multiples of 16 windows.
-- *Rates* are searched at 1 and 4 M. Above, each contender has its best rate of 4 M times 256 over the width: E9's best
+- *Rates* are searched up to 4 M. Above, each contender has its best rate of 4 M times 256 over the width: E9's best
   rates halved or more where the width doubled, and hardly moved where only the run was longer.
 - *Decay*: the share of a weight that decays in a step at the peak is the rate times the coefficient. With a coefficient
   of 0.1 everywhere that share goes with 1 / width, as arXiv 2512.05620 advises. Beside it, for three contenders, the
@@ -99,8 +101,9 @@ RUNGS = (
     Rung("16M", 5, 512, 8, each=5),
     Rung("124M", 12, 768, 12, 1, 1024, "bpe 50257", 50304, names=LARGEST, parts=8),
     Rung("16M", 5, 512, 8),
+    Rung("0.3M", 5, 64, 2, searched=True),
 )
-"""The cheapest first, but for the longest."""
+"""The rule's first, then the cheapest, but for the longest; last the one for CPUs."""
 ANCHOR = RUNGS[1]
 """Where rates are searched last."""
 

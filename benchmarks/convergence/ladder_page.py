@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.convergence.corpus import NAME, SOURCES
 from benchmarks.convergence.experiment import Experiment
-from benchmarks.convergence.ladder import ANCHOR, CONTENDERS, LARGEST, RUNGS, STEADY, Rung, experiment_of
+from benchmarks.convergence.ladder import CONTENDERS, LARGEST, RUNGS, STEADY, Rung, experiment_of
 from benchmarks.convergence.page import interval_words, recorded_rows
 from benchmarks.convergence.results import Results, Row
 from benchmarks.convergence.search import best_trial, final_runs
@@ -24,14 +24,15 @@ _NAMES = (*CONTENDERS[1:], *(name + STEADY for name in LARGEST))
 _HEAD = """
 ## E13: the ladder
 
-All contenders at 1 and 4 M parameters with rates searched and three seeds, at 16 M with rates carried up and one seed,
-and three of them at GPT-2 small's size; 20 bytes a parameter (16 M also 5; 124 M one token of 50,257 byte pairs). The
-[text](#the-text) has 418 MB, or 109 M such tokens. `python -m benchmarks convergence --device cuda --beside 7
+All contenders at 0.3, 1 and 4 M parameters with rates searched and three seeds, at 16 M with rates carried up and one
+seed, and three of them at GPT-2 small's size; 20 bytes a parameter (16 M also 5; 124 M one token of 50,257 byte pairs).
+The [text](#the-text) has 418 MB, or 109 M such tokens. `python -m benchmarks convergence --device cuda --beside 7
 --minutes 14` goes on with it, in the order of worth, after `python -m benchmarks corpus`; `--times` measures steps;
-`--missing` lists what is left. The rules were stated beforehand:
+`--missing` lists what is left. 0.3 M is for CPUs (`--only E13-0.3M --beside 2`): the largest size above with four times
+the bytes a step and the ladder's text. The rules were stated beforehand:
 
 - *Batch*: tokens of a step grow with the square root of the parameters.
-- *Rates*: searched at 1 and 4 M; above, the best of 4 M times 256 / width.
+- *Rates*: searched up to 4 M; above, the best of 4 M times 256 / width.
 - *Decay*: a coefficient of 0.1, so that the share of a weight that decays in a step (rate times coefficient) goes with
   1 / width ([2512.05620](https://arxiv.org/abs/2512.05620)). *{steady}*: that share as it was at 4 M.
 
@@ -43,7 +44,7 @@ It is named {name}. Of each file of these packages the checksum of its name deci
 (one in fifty). `python -m benchmarks corpus` fetches the packages with apt-get and pip, and refuses other bytes.
 
 """
-_NOTHING = "**Nothing of this has been run.** It needs a GPU.\n"
+_NOTHING = "**No seed of AdamW's has been run yet.** From 1 M on it needs a GPU.\n"
 _STEPS = """
 **Share of AdamW's steps** after which a contender's training loss is down to AdamW's last, on its own schedule, whose
 rate is still high there. Losses are means of twentieths of a run, interpolated between their middles; paired by seed.
@@ -58,7 +59,7 @@ _LOSSES = """
 
 """
 _RATES = """
-**Rates**: the best at 1 and 4 M, and what the rule makes of the former at 4 M (half).
+**Rates**: the best of each search, and what the rule makes of the one at 1 M for 4 M (half).
 
 """
 
@@ -88,7 +89,8 @@ def ladder_section(results: Results) -> str:
     Args:
         results: What has been run.
     """
-    experiments = [(rung, experiment_of(rung, results)) for rung in RUNGS]
+    by_size = sorted(RUNGS, key=lambda rung: (rung.parameters, rung.each))
+    experiments = [(rung, experiment_of(rung, results)) for rung in by_size]
     head = _HEAD.format(steady=STEADY.removeprefix(", "))
     text = _TEXT.format(name=NAME) + markdown(
         ("package", "version", "language", "licence"),
@@ -105,7 +107,7 @@ def ladder_section(results: Results) -> str:
         parts += [_TIME, _table(heading, names, rungs, lambda rung, one, name: _time(rung, one, name, results, times))]
     own = ("AdamW's loss", *(interval_words(_mean(_rows(one, _BASE, results).values())) for _, one in rungs))
     losses = [(name, *(_loss(one, name, results) for _, one in rungs)) for name in names]
-    parts += [_LOSSES, markdown(heading, [own, *losses]), _rates(results), _devices(rungs, results), text]
+    parts += [_LOSSES, markdown(heading, [own, *losses]), _rates(rungs, results), _devices(rungs, results), text]
     return "".join(parts)
 
 
@@ -173,18 +175,16 @@ def _mean(rows: Any) -> Difference:
     return mean_interval([row["validation_loss"] for row in rows])
 
 
-def _rates(results: Results) -> str:
-    below, above = (experiment_of(rung, results) for rung in (RUNGS[0], ANCHOR))
+def _rates(rungs: Sequence[tuple[Rung, Experiment]], results: Results) -> str:
+    there = {rung: one for rung, one in rungs if rung.searched}
     rows = []
     for name in CONTENDERS:
-        found = [
-            one.contender(name).rate(best.exponent)
-            for one in (below, above)
-            if (best := best_trial(one, one.contender(name), results)) is not None
-        ]
-        if len(found) == 2:
-            rows.append((name, *(f"{rate:.3g}" for rate in (*found, found[0] / 2))))
-    return _RATES + markdown(("", "1 M", "4 M", "by the rule"), rows) if rows else ""
+        best = {rung: best_trial(one, one.contender(name), results) for rung, one in there.items()}
+        rates = {rung: there[rung].contender(name).rate(found.exponent) for rung, found in best.items() if found}
+        by_the_rule = f"{rates[RUNGS[0]] / 2:.3g}" if RUNGS[0] in rates else ""
+        rows.append((name, *(f"{rates[rung]:.3g}" if rung in rates else "" for rung in there), by_the_rule))
+    heading = ("", *(rung.size.replace("M", " M") for rung in there), "4 M by the rule")
+    return _RATES + markdown(heading, rows)
 
 
 def _devices(rungs: Sequence[tuple[Rung, Experiment]], results: Results) -> str:

@@ -36,7 +36,8 @@ _STAGES = (
     ("E13-1M", 3),
     ("E13-16M", 1),
 )
-"""E13 by worth: what the sizes above need comes first, then one run of everything, then more seeds, then length."""
+"""E13 by worth: what the sizes above need comes first, then one run of everything, then more seeds, then length; last
+0.3 M, one contender after the other, as CPUs do it."""
 _OPERATIONS = 2e14  # A second of an H200 on products of bfloat16, as far as such models reach them.
 _HOST = 6e-3  # Seconds of a step beside its products: seven runs together took 52,000 steps of 1 and 4 M in 405 s.
 _GRACE = 90.0  # Seconds after the end in which runs may be put aside.
