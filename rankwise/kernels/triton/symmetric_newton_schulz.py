@@ -108,7 +108,7 @@ def symmetric_step(
         columns,
         *left.stride(),
         *right.stride(),
-        len(left),
+        left.shape[0],
         float(factor),
         float(share),
         float(shift),
