@@ -6,14 +6,15 @@
 #
 # Variables: OPTIMIZER=mars-m (mars, mars-adamw, mars-lion, mars-shampoo, mars-m, sonew, ldadam, mkor, mkor-h, mkor-sketch; several
 # separated by commas, or all), FRAMEWORK=deepspeed or megatron, ARGS="--steps 1000 --stage 3" (rankwise train --help),
-# PYTHON, VENV, TORCH, PIP_ARGS, WORKERS (of the test suite, a core each), PYTEST_ARGS, TESTS (files and folders of the
-# suite), MEGATRON=PATH (a checkout of Megatron-LM to test against: our tests of Megatron, unless TESTS names others),
-# ISA=avx2 or default (train and test as on a processor that has AVX2 but nothing wider, or nothing beyond every
-# x86-64's; torch's libraries and our own code both).
+# PYTHON, VENV, TORCH, EXTRAS (those of setup.cfg; torchft needs torch 2.7), PIP_ARGS, WORKERS (of the test suite, a core
+# each), PYTEST_ARGS, TESTS (files and folders of the suite), MEGATRON=PATH (a checkout of Megatron-LM to test against: our
+# tests of Megatron, unless TESTS names others), ISA=avx2 or default (train and test as on a processor that has AVX2 but
+# nothing wider, or nothing beyond every x86-64's; torch's libraries and our own code both).
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+EXTRAS ?= deepspeed,megatron,docs,dev,torchft
 PIP_ARGS ?=
 OPTIMIZER ?= mars-m
 FRAMEWORK ?= deepspeed
@@ -51,7 +52,7 @@ setup: $(STAMP)
 $(STAMP): setup.cfg pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_ARGS) "$(TORCH)"
-	$(BIN)/python -m pip install $(PIP_ARGS) -e ".[deepspeed,megatron,docs,dev]" "$(TORCH)"
+	$(BIN)/python -m pip install $(PIP_ARGS) -e ".[$(EXTRAS)]" "$(TORCH)"
 	touch $@
 
 train: setup

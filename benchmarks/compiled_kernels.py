@@ -335,7 +335,7 @@ def orthogonal_steps(product: torch.dtype, rows: int, columns: int) -> None:
     from rankwise.kernels.triton.orthogonal_steps import orthogonal_steps_
 
     pair = torch.ones(2, 2 * rows * columns)
-    orthogonal_steps_([OrthogonalStep((rows, columns), pair[0], pair[1], 1e-7, 0.2, 0.1, 1)], product)
+    orthogonal_steps_([OrthogonalStep((rows, columns), pair[:1], pair[1:], 1e-7, 0.2, 0.1, 1)], product)
 
 
 def factors(dtype: torch.dtype) -> None:

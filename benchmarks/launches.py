@@ -125,8 +125,10 @@ def _of_runs(name: str, table: Sequence[int], given: dict[str, Any]) -> int:
         if given.get("CORRECT", fields == 2):
             moved += _bytes(given, "REFERENCE") * (2 if given.get("ADVANCE") else 1)
         return int(moved * sum(table[fields::stride]))
-    if name == "normalise_kernel":
-        return (4 + given["ELEMENT"].primitive_bitwidth // 8) * sum(table[2::4])
+    if name == "step_and_normalise_kernel":
+        # Weights, whose place is -1, are read and written.
+        old, new = 8 + given["OLD"].primitive_bitwidth // 8, 4 + given["NEW"].primitive_bitwidth // 8
+        return sum((old if place < 0 else new) * length for length, place in zip(table[2::4], table[3::4], strict=True))
     if name in ("_gather_kernel", "_squares_kernel", "_finish_kernel"):
         fields, size = given["FIELDS"], given["ELEMENT"].primitive_bitwidth // 8
         # Gradients are rounded; results are measured, and written elsewhere or left alone.

@@ -78,6 +78,14 @@ def test_every_section_has_items_of_different_names() -> None:
             assert max(item.seconds for item in items) < 200.0, "it could never be fitted into nine minutes"
 
 
+def test_steps_below_deepspeed_wait_for_a_machine_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There they would fail, and count as measured."""
+    named = lambda: {item.name for item in items_of("whole-steps", TINY) if "ZeRO-2" in item.name}  # noqa: E731
+    assert named()
+    monkeypatch.setattr("benchmarks.gpu.whole_items.find_spec", lambda package: None)
+    assert not named()
+
+
 def test_the_queue_goes_by_state_and_worth(tmp_path: Path) -> None:
     """Unmeasured before stale before measured, in each by worth; a change of words makes nothing stale."""
     path = tmp_path / "gpu.json"

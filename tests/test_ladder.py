@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import itertools
 import json
+import math
+import os
+import resource
+import subprocess
+import sys
 import time
 import zipfile
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,13 +31,15 @@ from benchmarks.convergence.commands import app
 from benchmarks.convergence.corpus import SOURCES, Source, build, load
 from benchmarks.convergence.experiment import Contender, Run
 from benchmarks.convergence.experiments import CHECK, chosen
-from benchmarks.convergence.ladder import ANCHOR, CONTENDERS, LARGEST, RUNGS, STEADY, experiment_of
+from benchmarks.convergence.ladder import ANCHOR, CONTENDERS, FIRST, LARGEST, RUNGS, STEADY, experiment_of
 from benchmarks.convergence.ladder_page import ladder_section, share_of_steps
 from benchmarks.convergence.language_models import E3
+from benchmarks.convergence.optimizers import make_optimizer
+from benchmarks.convergence.packed_text import pack, unpack
 from benchmarks.convergence.queue import expected_seconds, missing_rows, queued, work_beside
 from benchmarks.convergence.results import Results
 from benchmarks.convergence.runner import Place, train
-from benchmarks.convergence.search import missing_at_once, next_exponent
+from benchmarks.convergence.search import known_figures, missing_at_once, next_exponent
 from benchmarks.convergence.sizes import CELLS
 from benchmarks.convergence.step_times import measure_times
 from benchmarks.gpu.whole_models import LanguageModel
@@ -135,14 +144,32 @@ def test_the_queue_goes_by_worth() -> None:
         found = [(entry.experiment.name, entry.run.seed) for entry in queued(experiments, results)]
         return [key for key, _ in itertools.groupby(found)]
 
-    assert stages() == [("E13-1M", 0), ("E13-4M", 0), ("E9-0.075M", 0), ("E13-0.3M", 0)]
-    first = queued(experiments, results)
-    assert [entry.contender for entry in first[:6]] == ["AdamW"] * 3 + ["Muon"] * 3
+    cheap = [("E13-1M", 0), ("E13-4M", 0)]
+    assert stages() == [*cheap, *cheap, ("E9-0.075M", 0), ("E13-0.3M", 0)]
+    first = [entry.contender for entry in queued(experiments, results)]
+    assert first[:12] == [name for name in FIRST for _ in range(3)] == first[12:24], "before the trials of the others"
     searched(results)
-    order = [*[("E13-1M", 1), ("E13-4M", 1), ("E13-16M-5", 1), ("E13-124M", 1), ("E13-4M", 2), ("E13-4M", 3)]]
-    order += [("E13-1M", 2), ("E13-1M", 3), ("E13-16M", 1), ("E9-0.075M", 0)]
-    assert stages() == [*order, *[("E13-0.3M", seed) for _ in CONTENDERS for seed in (1, 2, 3)]], "each to its end"
+    small = [(name, seed) for name in ("E13-1M", "E13-4M") for seed in (1, 2, 3)]
+    more = [(name, seed) for name in ("E13-4M", "E13-1M") for seed in (2, 3)]
+    once = [(name, 1) for name in ("E13-1M", "E13-4M", "E13-16M-5", "E13-124M")]
+    last = [("E13-0.3M", seed) for _ in CONTENDERS for seed in (1, 2, 3)]
+    assert stages() == [*small, *once, *more, ("E13-16M", 1), ("E9-0.075M", 0), *last], "0.3 M each to its end"
     assert len([e for e in queued(experiments, results) if e.experiment.name == "E13-124M"]) == len(LARGEST)
+
+
+def test_a_short_session_ends_with_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After as many runs as the first four have at 1 M, all of their seeds are there."""
+    monkeypatch.setattr(queue, "Worker", Here)
+    results, needed = Results(tmp_path), len(FIRST) * 6
+    experiment = LOWEST["E13-1M"]
+    guesses = {str(one.settings[0]): one.guess for one in experiment.contenders}
+
+    def task(run: Run, place: Place) -> dict[str, Any]:
+        return row(run, 1.0 + abs(math.log2(run.lr / guesses[str(run.options)])))
+
+    lines = work_beside(list(LOWEST.values()), results, Place(), 1, task=task)
+    assert len([next(lines) for _ in range(needed)]) == needed
+    assert all(len(known_figures(experiment, experiment.contender(name), results)) == 3 for name in FIRST)
 
 
 def test_what_a_run_takes_is_that_of_its_like() -> None:
@@ -207,7 +234,7 @@ def test_a_run_goes_on_bit_for_bit(contender: Contender, monkeypatch: pytest.Mon
     run = Run({**RUNGS[0].task, **SMALL}, contender.optimizer, setting, contender.guess, 12, 1)
     whole = train(run)
     cut, sessions = put_aside(run, tmp_path, monkeypatch, 5)
-    assert sessions > 2 and not list(tmp_path.iterdir()), "what is done is not kept"
+    assert sessions > 2 and len(list(tmp_path.iterdir())) == 1, "it is deleted once the row is written"
     assert whole is not None and not whole["diverged"]
     for figure in ("validation_loss", "curve", "state_bytes"):
         assert cut[figure] == whole[figure]
@@ -241,9 +268,17 @@ def test_a_run_is_saved_on_its_way_and_another_runs_file_is_not_taken(tmp_path: 
     (path,) = [place.file(run)]
     path.write_bytes(b"broken")
     again = train(run, place)
-    assert again is not None and again["curve"] == train(run)["curve"] and not path.exists()
+    assert again is not None and again["curve"] == train(run)["curve"]
     others = {place.file(one) for one in (run, replace(run, seed=2), replace(run, lr=2e-3), replace(run, steps=7))}
     assert len(others) == 4 and Place(torch.device("meta"), folder=tmp_path).folder == tmp_path
+
+
+@pytest.mark.usefixtures("text")
+def test_a_run_that_another_process_does_is_left_to_it(tmp_path: Path) -> None:
+    run, place = Run({**RUNGS[0].task, **SMALL}, "adamw", {}, 1e-3, 6, 1), Place(folder=tmp_path)
+    with runner._claimed(place.file(run)) as is_ours:
+        assert is_ours and train(run, place) is None and train(replace(run, seed=2), place) is not None
+    assert train(run, place) is not None and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
@@ -254,9 +289,54 @@ def test_a_broken_device_is_no_divergence(error: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.optim.Adam, "step", breaks)
     with pytest.raises(error):
         train(Run(CHECK.task, "adam", {}, 1e-2, 3, 0))
-    monkeypatch.setattr(torch.optim.Adam, "step", lambda *arguments: (_ for _ in ()).throw(RuntimeError("singular")))
-    found = train(Run(CHECK.task, "adam", {}, 1e-2, 3, 0))
-    assert found is not None and found["diverged"] and found["error"] == "singular"
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (torch.linalg.LinAlgError("singular"), True),
+        (RuntimeError("MKOR: the factors of a were not finite 10 factor steps in a row."), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`"), False),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), False),
+    ],
+)
+def test_a_step_that_fails_is_no_divergence_unless_it_says_so(
+    error: RuntimeError, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(CHECK.task, "adam", {}, 1e-2, 3, 0)
+
+    def breaks(self: Any, closure: Any = None) -> None:
+        raise error
+
+    def breaks_on_nan(self: Any, closure: Any = None) -> None:
+        self.param_groups[0]["params"][0].grad.fill_(torch.nan)
+        raise error
+
+    monkeypatch.setattr(torch.optim.Adam, "step", breaks)
+    if lost:
+        found = train(run)
+        assert found is not None and found["diverged"] and found["error"] == str(error)
+    else:
+        with pytest.raises(RuntimeError, match=error.args[0][:10]):
+            train(run)
+    monkeypatch.setattr(torch.optim.Adam, "step", breaks_on_nan)
+    found = train(run)
+    assert found is not None and found["diverged"], "of what is not finite, libraries make errors"
+
+
+@pytest.mark.usefixtures("text")
+def test_a_full_disk_costs_a_run_its_safety_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = Run({**RUNGS[0].task, **SMALL}, "adamw", {}, 1e-3, 6, 1)
+
+    def full(kept: Any, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise RuntimeError("PytorchStreamWriter failed writing file: file write failed")
+
+    monkeypatch.setattr(torch, "save", full)
+    found = train(run, Place(folder=tmp_path, every=0.0))
+    assert found is not None and found["curve"] == train(run)["curve"] and not list(tmp_path.iterdir())
+    with pytest.raises(RuntimeError, match="write failed"):
+        train(run, Place(folder=tmp_path, end=time.monotonic()))
 
 
 # --- runs side by side -----------------------------------------------------------------------------------------------
@@ -321,6 +401,131 @@ def test_a_process_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.Monk
     began = time.monotonic()
     lines = list(work_beside([ONLY_ADAM], Results(tmp_path), Place(end=began + 30), 1, task=hangs))
     assert len(lines) == 1 and "no answer 1 s after the end" in lines[0] and time.monotonic() - began < 60
+
+
+def slow(run: Run, place: Place) -> None:
+    (place.folder / f"{os.getpid()}").touch()  # type: ignore[operator]
+    time.sleep(60)
+
+
+@pytest.mark.exhaustive
+def test_processes_end_with_the_one_that_began_them(tmp_path: Path) -> None:
+    """However it ended: they hold the device, and nobody would write their rows."""
+    command = f"""if __name__ == "__main__":
+    import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+    import test_ladder as t
+    list(t.work_beside([t.ONLY_ADAM], t.Results(t.Path({str(tmp_path)!r})), t.Place(folder=t.Path({str(tmp_path)!r})),
+         1, task=t.slow))
+"""
+    script = tmp_path / "session.py"
+    script.write_text(command)
+    parent = subprocess.Popen([sys.executable, script])
+    wait_for(lambda: any(path.name.isdecimal() for path in tmp_path.iterdir()))
+    (worker,) = (int(path.name) for path in tmp_path.iterdir() if path.name.isdecimal())
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: not Path(f"/proc/{worker}").exists() or "Z" in Path(f"/proc/{worker}/stat").read_text().split()[2])
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_what_was_put_aside_is_there_until_its_row_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "Worker", Here)
+    results, place, seen = Results(tmp_path / "rows"), Place(folder=tmp_path), []
+
+    def leaves(run: Run, place: Place) -> dict[str, Any]:
+        place.file(run).write_bytes(b"steps")  # type: ignore[union-attr]
+        return row(run, train_loss=abs(run.lr - 0.02), device=place.name)
+
+    def write(name: str, found: dict[str, Any]) -> None:
+        seen.append(len(list(tmp_path.glob("*.pt"))))
+        results.add([found])
+        if len(seen) == 2:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(results, "write", write)
+    lines = list(work_beside([ONLY_ADAM], results, place, 1, task=leaves))
+    assert seen == [1, 1, *[2] * (len(seen) - 2)], "that of the row that could not be written stays"
+    (told,) = (line for line in lines if "not written" in line)
+    where, _, added = told.partition("add this line to E0.jsonl: ")
+    assert "No space left" in where and json.loads(added)["run"]["optimizer"] == "adam"
+
+
+def test_rows_are_whole_and_once_whoever_writes(tmp_path: Path) -> None:
+    """Four processes at once, each of which does a part of what the others do, and one that was killed before."""
+    runs = [Run(CHECK.task, "adam", {}, 0.1, 3, seed) for seed in range(24)]
+    (tmp_path / "E0.jsonl").write_text(json.dumps(row(runs[0])) + "\n" + json.dumps(row(runs[1]))[:50])
+    children = []
+    for part in range(4):
+        child = os.fork()
+        if not child:
+            for one in runs[part * 4 : part * 4 + 12]:
+                Results(tmp_path).write("E0", row(one, 1.0 + part))
+            os._exit(0)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    lines = [json.loads(line) for line in (tmp_path / "E0.jsonl").read_text().splitlines()]
+    assert sorted(line["run"]["seed"] for line in lines) == list(range(24))
+    with (tmp_path / "E0.jsonl").open("a") as held, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        written = pool.submit(Results(tmp_path).write, "E0", row(replace(runs[0], lr=0.2)))
+        time.sleep(0.1)
+        assert not written.done(), "it waits for who writes now"
+        fcntl.flock(held, fcntl.LOCK_UN)
+
+
+def test_a_full_disk_leaves_a_file_as_it_was(tmp_path: Path) -> None:
+    run = Run(CHECK.task, "adam", {}, 0.1, 3, 0)
+    results = Results(tmp_path)
+    results.write("E0", row(run))
+    before, limits = (tmp_path / "E0.jsonl").read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            results.write("E0", row(replace(run, seed=1)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "E0.jsonl").read_bytes() == before and len(results.rows) == 2
+
+
+# --- types of devices ------------------------------------------------------------------------------------------------
+
+
+def test_what_can_end_in_time_comes_before_what_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "Worker", Here)
+    monkeypatch.setattr(queue, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    results, begun = Results(tmp_path), []
+
+    def task(run: Run, place: Place) -> dict[str, Any]:
+        begun.append(run.optimizer)
+        return row(run, train_loss=abs(run.lr - 0.02), seconds=9.0 if run.optimizer == "adam" else 1.0)
+
+    list(work_beside([CHECK], results, Place(end=5.0), 1, task=task))
+    others = [place for place, name in enumerate(begun) if name != "adam"]
+    assert begun[0] == "adam" and others == list(range(1, len(others) + 1)), "all of the others before its second"
+    assert begun.count("adam") > 3, "what cannot end is begun all the same, and put aside"
+
+
+def test_a_gpu_takes_nothing_from_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither rates nor rows, though both write to the same files."""
+    monkeypatch.setattr(queue, "Worker", Here)
+    recorded, kinds = searched(Results(tmp_path)), {}
+    assert experiment_of(RUNGS[2], recorded).contenders and not experiment_of(RUNGS[2], recorded.of("cuda")).contenders
+    for kind in ("cpu", "cuda"):
+        task = lambda run, _, kind=kind: {**planted(run, _), "device_type": kind}  # noqa: E731
+        kinds[kind] = len(list(work_beside([ONLY_ADAM], Results(tmp_path).of(kind), Place(), 1, task=task)))
+    assert kinds["cpu"] == kinds["cuda"] > 4
+    again = Results(tmp_path)
+    assert [len(again.of(kind).rows) for kind in kinds] == list(kinds.values())
+    small = CELLS[next(iter(CELLS))]
+    again.add([row(small.run(small.contenders[0], small.contenders[0].settings[0], 0, 0))])
+    assert session.is_begun_elsewhere(small, "cuda", again) and not session.is_begun_elsewhere(small, "cpu", again)
+    assert not session.is_begun_elsewhere(LOWEST["E13-1M"], "cuda", again)
 
 
 def test_a_run_that_fails_is_left_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,6 +625,47 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole(text: Corpus) -> None:
         tasks.make_task({**RUNGS[0].task, **SMALL, "parts": 3}, 0)
 
 
+def test_a_graph_that_repeats_something_else_is_found(text: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = tasks.make_task({**RUNGS[0].task, **SMALL}, 3)
+    task._compare(task._forward_and_backward)
+
+    def adds_up() -> None:
+        task._last.zero_()
+        loss = task._loss(task._samples)
+        loss.backward()
+        task._last.add_(loss.detach())
+        torch.nn.utils.clip_grad_norm_(task.model.parameters(), 1.0)
+
+    for wrong in (lambda: None, adds_up):
+        with pytest.raises(RuntimeError, match="another gradient"):
+            task._compare(wrong)
+    monkeypatch.setattr(task, "_device", torch.device("cuda"))
+    monkeypatch.setattr(task, "_compare", lambda replay: refuses(replay, "another gradient"))
+    for graph, reason in ((lambda work: adds_up, "another gradient"), (refuses, "operation not permitted")):
+        monkeypatch.setattr(tasks, "captured", graph)
+        with pytest.warns(UserWarning, match=f"called, not replayed: .*{reason}"):
+            assert not task.capture()
+        assert task._passes == task._forward_and_backward and not task.keeps_gradients
+
+
+def refuses(work: Any, reason: str = "CUDA error: operation not permitted when stream is capturing") -> None:
+    raise RuntimeError(reason)
+
+
+def test_windows_are_those_of_the_sampler_and_losses_fit_into_memory(
+    text: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = tasks.make_task({**RUNGS[0].task, **SMALL}, 3)
+    for step in (0, 63, 64, 1, 200):
+        assert torch.equal(task._windows(task._train, task._starts(step)), task._sampler.batch(step, 0, 0))
+    whole = task.figures()["validation_loss"]
+    monkeypatch.setattr(tasks.Decoder, "_TOKENS_AT_ONCE", 16)
+    loss, sizes = task._loss, []
+    monkeypatch.setattr(task, "_loss", lambda samples: (sizes.append(len(samples)), loss(samples))[1])
+    assert task.figures()["validation_loss"] == pytest.approx(whole, rel=1e-3) and sizes == [2, 2]
+    assert all(rung.batch // rung.parts * rung.window * rung.vocabulary < 5e8 for rung in RUNGS), "logits of a part"
+
+
 def test_a_graph_is_made_after_three_calls_beside_it() -> None:
     done: list[str] = []
 
@@ -463,6 +709,16 @@ def test_gradients_stay_where_a_graph_has_them_but_for_hooks(monkeypatch: pytest
             kept = train(run)
         assert len(made) == graphs and plain is not None and kept is not None
         assert kept["validation_loss"] == plain["validation_loss"], optimizer
+
+
+@pytest.mark.usefixtures("text")
+def test_mkor_and_muon_leaves_gradients_where_they_are() -> None:
+    task = tasks.make_task({**RUNGS[0].task, **SMALL}, 3)
+    optimizer = make_optimizer("mkor and muon", task.model, 1e-2, {"momentum": 0.9, "mkor_rule": "sketch"})
+    task.gradient(0)
+    before = [parameter.grad for parameter in task.model.parameters()]
+    optimizer.step()
+    assert all(parameter.grad is one for parameter, one in zip(task.model.parameters(), before, strict=True))
 
 
 # --- the text --------------------------------------------------------------------------------------------------------
@@ -547,6 +803,15 @@ def test_text_is_read_as_bytes_or_pairs(tmp_path: Path) -> None:
     decode = Tokenizer.from_file(str(learned)).decode
     words = decode(pairs.validation[: int(np.argmax(pairs.validation == 0))].tolist())
     assert words.encode() == (tmp_path / "held-out.txt").read_bytes().split(b"\0")[0]
+    for path in tmp_path.glob("bpe-*.bin"):
+        path.unlink()
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(3) as pool:
+        patch.setattr(corpus, "_learn_pairs", lambda *_: pytest.fail("they are learned once"))
+        written: list[Any] = []
+        write = corpus._write_pairs
+        patch.setattr(corpus, "_write_pairs", lambda *given: (written.append(1), write(*given)))
+        again = list(pool.map(lambda _: load(tmp_path, tokens="bpe 300").train.tobytes(), range(3)))
+    assert set(again) == {pairs.train.tobytes()} and len(written) == 1, "by one of those that want them at once"
     for tokens, words in (("words", "must be 'bytes' or 'bpe' and a number"), ("bpe 9", "must have 257 to 65536")):
         with pytest.raises(ValueError, match=words):
             load(tmp_path, tokens=tokens)
@@ -556,11 +821,44 @@ def test_text_is_read_as_bytes_or_pairs(tmp_path: Path) -> None:
         load(tmp_path / "none")
 
 
+def test_text_comes_back_from_its_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = wheel(tmp_path, some_files())
+    facts = build(tmp_path / "text", [source(path)], lambda *_: path)
+    load(tmp_path / "text", tokens="bpe 300")
+    with pytest.raises(ValueError, match="python -m benchmarks corpus builds it"):
+        pack(tmp_path / "none", tmp_path / "pack")
+    index, *pieces = pack(tmp_path / "text", tmp_path / "pack", 10_000)
+    assert len(pieces) > 1 and all(piece.stat().st_size <= 10_000 for piece in pieces)
+    (tmp_path / "more").mkdir()
+    moved = pieces[1].rename(tmp_path / "more" / pieces[1].name)
+    with pytest.raises(ValueError, match=f"{moved.name} is not in .*pack: all pieces are needed"):
+        unpack([tmp_path / "pack"], tmp_path / "there")
+    monkeypatch.setattr(corpus, "_learn_pairs", lambda *_: pytest.fail("they travel along"))
+    assert unpack([tmp_path / "more", tmp_path / "pack"], tmp_path / "there") == facts
+    for name in ("train.txt", "held-out.txt", "corpus.json"):
+        assert (tmp_path / "there" / name).read_bytes() == (tmp_path / "text" / name).read_bytes()
+    there, here = (load(tmp_path / folder, tokens="bpe 300").train.tobytes() for folder in ("there", "text"))
+    assert there == here
+    whole = moved.read_bytes()
+    moved.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match="has other bytes than were packed: copy it again"):
+        unpack([tmp_path / "more", tmp_path / "pack"], tmp_path / "there")
+    moved.write_bytes(whole)
+    told = json.loads(index.read_text())
+    told["facts"]["train"]["sha256"] = "0123"
+    index.write_text(json.dumps(told))
+    with pytest.raises(ValueError, match="train has the checksum .* it must be 0123"):
+        unpack([tmp_path / "more", tmp_path / "pack"], tmp_path / "there")
+    with pytest.raises(ValueError, match="train has the checksum"):
+        (tmp_path / "text" / "train.txt").write_bytes(b"other")
+        pack(tmp_path / "text", tmp_path / "pack")
+
+
 def test_tokens_of_two_bytes_keep_their_numbers(text: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     high = np.arange(40_000, 40_600).astype(np.uint16)
     monkeypatch.setattr(tasks, "packaged_text", lambda *_: Corpus(high, high, 40_600, 1.0, text.folder))
     task = tasks.make_task({**RUNGS[0].task, **SMALL}, 0)
-    assert task._windows(task._train, np.array([0, 500]))[1].tolist() == list(range(40_500, 40_509))
+    assert task._windows(task._train, torch.tensor([0, 500]))[1].tolist() == list(range(40_500, 40_509))
 
 
 # --- the page and the command ----------------------------------------------------------------------------------------
@@ -577,7 +875,7 @@ def test_shares_of_steps_are_read_between_the_points() -> None:
 def test_the_page_has_shares_of_steps_and_time(tmp_path: Path) -> None:
     """MARS-M needs half of AdamW's steps, each of which takes 1.2 times as long."""
     results = searched(Results(tmp_path))
-    assert "No seed of AdamW's has been run yet" in ladder_section(results)
+    assert "No seed of AdamW's has been run on a GPU yet" in ladder_section(results)
     speeds = {"AdamW": 1.0, "MARS-M": 2.0, "SOAP": 0.9}
     for rung, names in ((RUNGS[0], speeds), (RUNGS[2], ("AdamW", "MARS-M", "MARS-M" + STEADY))):
         experiment = experiment_of(rung, results)
@@ -592,6 +890,7 @@ def test_the_page_has_shares_of_steps_and_time(tmp_path: Path) -> None:
     assert "| MARS-M | -0.1000 ± 0.0000 | -0.1000 |" in page and f"| MARS-M{STEADY} |  | 50 % |" in page
     assert "|  | 1 M | 4 M by the rule |" in page and "| AdamW | 0.004 | 0.002 |" in page
     assert "Share of AdamW's time" not in page, "nothing was timed"
+    assert page.index("run on a GPU yet") < page.index("### On CPUs") and "### On GPUs" not in page
     times = {"AdamW": 10.0, "MARS-M": 12.0}
     lines = list(
         measure_times(tmp_path, Place(), lambda run, device: times["AdamW" if run.optimizer == "adamw" else "MARS-M"])

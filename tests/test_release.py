@@ -24,7 +24,7 @@ def steps() -> list[tuple[str, dict[str, Any]]]:
 def test_workflows_run_targets_that_exist() -> None:
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     called = {word for _, step in steps() for word in re.findall(r"^make (\w+)", step.get("run", ""))}
-    assert called == {"test", "lint", "package", "site"} and called <= targets
+    assert called == {"test", "quick", "lint", "package", "site"} and called <= targets
 
 
 def test_the_pythons_are_those_of_the_package() -> None:
@@ -34,6 +34,10 @@ def test_the_pythons_are_those_of_the_package() -> None:
     tests = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())["jobs"]
     assert len(pythons) == 3
     assert tests["tests"]["strategy"]["matrix"]["python"] == pythons == tests["package"]["strategy"]["matrix"]["python"]
+    assert (
+        f"torch>={tests['torch']['strategy']['matrix']['torch'][0].removesuffix('.0')}\n"
+        in setup["options"]["install_requires"]
+    )
     used = {step["with"]["python-version"] for _, step in steps() if "setup-python" in step.get("uses", "")}
     assert used <= {*pythons, "${{ matrix.python }}"}
 

@@ -45,14 +45,15 @@ def convergence(
     from benchmarks.convergence.queue import missing_rows, work_beside
     from benchmarks.convergence.results import Results
     from benchmarks.convergence.runner import Place
-    from benchmarks.convergence.session import compare, missing_runs, work
+    from benchmarks.convergence.session import compare, is_begun_elsewhere, missing_runs, work
     from benchmarks.convergence.step_times import measure_times
 
-    found = Results(results)
+    recorded = Results(results)
     end = time.monotonic() + 60.0 * minutes
     try:
         place = Place(torch.device(device), end, unfinished)
         names = only or ("E13,E9" if place.device.type != "cpu" else "")
+        found = recorded.of(place.device.type)
         wanted = [(one, _picked(one, contender or [])) for one in chosen(names, found)]
     except (ValueError, RuntimeError) as error:
         raise typer.BadParameter(str(error)) from error
@@ -60,6 +61,10 @@ def convergence(
         raise typer.BadParameter(f"--device is {device}: it must be cpu or cuda")
     if place.device.type == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("--device is cuda, and torch finds no such device here; it must be cpu")
+    elsewhere = [] if missing else [one for one, _ in wanted if is_begun_elsewhere(one, place.device.type, recorded)]
+    for one in elsewhere:
+        print(f"{one.name}: left out, for its rows are of another type of device")
+    wanted = [pair for pair in wanted if pair[0] not in elsewhere]
     ladder = any("corpus" in one.task for one, _ in wanted)
     at_once = ladder or place.device.type != "cpu" or beside > 1
     if again and at_once:
@@ -100,7 +105,8 @@ def convergence(
             print(f"{experiment.name}: {error}")
             raise typer.Exit(1) from error
     if missing and (ladder or not only):
-        for line in missing_rows(found, place.name):
+        # On GPUs, for which the ladder is, wherever this is asked.
+        for line in missing_rows(recorded.of("cuda"), place.name):
             print(line)
 
 
@@ -127,15 +133,27 @@ def corpus(
     output: Annotated[Path, typer.Option(help="Folder to write to; RANKWISE_CORPUS names another than this.")] = Path(
         "build/corpus"
     ),
+    pack: Annotated[Path | None, typer.Option(help="Write the text that is built, compressed, to this folder.")] = None,
+    unpack: Annotated[
+        list[Path] | None,
+        typer.Option(help="Take the text from its pieces in this folder; may be given several times."),
+    ] = None,
+    megabytes: Annotated[float, typer.Option(min=0.001, help="Most of a piece.")] = 24.0,
 ) -> None:
     """Build the text of E13 from packages: natural language and code, held out by checksum; the same bytes everywhere.
 
-    The packages come from the registries that apt-get and pip know here.
+    The packages come from the registries that apt-get and pip know here. A machine that reaches none gets it in pieces.
     """
     from benchmarks.convergence.corpus import build, licences
+    from benchmarks.convergence.packed_text import pack as packed
+    from benchmarks.convergence.packed_text import unpack as unpacked
 
     try:
-        facts = build(output)
+        if pack is not None:
+            for path in packed(output, pack, round(1e6 * megabytes)):
+                print(f"{path}: {path.stat().st_size:,} bytes")
+            return
+        facts = unpacked(unpack, output) if unpack else build(output)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     print(licences(facts))

@@ -6,6 +6,7 @@ checksum of its name. Documents are in the order of that checksum, each followed
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import hashlib
 import html
@@ -443,15 +444,36 @@ def load(folder: Path, name: str = NAME, tokens: str = "bytes") -> Corpus:
 
 
 def _pairs(folder: Path, number: int, facts: dict[str, Any]) -> list[Path]:
-    """Files of tokens, made once for this text: token 0 ends a document."""
+    """Files of tokens, made once for this text, by one process: token 0 ends a document."""
     if not 257 <= number <= 1 << 16:
         raise ValueError(f"bpe has {number} tokens: it must have 257 to 65536")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
     stem = f"bpe-{number}-{facts['train']['sha256'][:8]}"
     paths = [folder / f"{stem}-{part}.bin" for part in ("train", "held-out")]
-    if all(path.exists() for path in paths):
-        return paths
+    with (folder / f"{stem}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not all(path.exists() for path in paths):
+            _write_pairs(folder, folder / f"{stem}.json", number, paths)
+    return paths
+
+
+def _write_pairs(folder: Path, learned: Path, number: int, paths: Sequence[Path]) -> None:
+    from tokenizers import Tokenizer
+
+    if not learned.exists():
+        _learn_pairs(folder, number, learned)
+    tokenizer = Tokenizer.from_file(str(learned))
+    for path, part in zip(paths, ("train", "held-out"), strict=True):
+        with path.with_suffix(".new").open("wb") as file:
+            texts = _texts(folder / f"{part}.txt")
+            while some := list(islice(texts, 512)):
+                for encoded in tokenizer.encode_batch_fast(some):
+                    file.write(np.array([*encoded.ids, 0], np.uint16).tobytes())
+        path.with_suffix(".new").replace(path)
+
+
+def _learn_pairs(folder: Path, number: int, learned: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -463,15 +485,8 @@ def _pairs(folder: Path, number: int, facts: dict[str, Any]) -> list[Path]:
     )
     texts = (text for place, text in enumerate(_texts(folder / "train.txt")) if place % _PAIRS_LEARN_FROM == 0)
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.save(str(folder / f"{stem}.json"))
-    for path, part in zip(paths, ("train", "held-out"), strict=True):
-        with path.with_suffix(".new").open("wb") as file:
-            texts = _texts(folder / f"{part}.txt")
-            while some := list(islice(texts, 512)):
-                for encoded in tokenizer.encode_batch_fast(some):
-                    file.write(np.array([*encoded.ids, 0], np.uint16).tobytes())
-        path.with_suffix(".new").replace(path)
-    return paths
+    tokenizer.save(str(learned.with_suffix(".new")))
+    learned.with_suffix(".new").replace(learned)
 
 
 def _texts(path: Path) -> Iterator[str]:

@@ -12,6 +12,10 @@ All rules were stated before the first run:
   of 0.1 everywhere that share goes with 1 / width, as arXiv 2512.05620 advises. Beside it, for three contenders, the
   share stays as it was at 4 M: the coefficient grows with the width.
 - *Seeds*: one for trials, three fresh ones to 4 M, one above.
+- *Order*: AdamW, Muon, MARS-M and MKOR's sketch come first, one size after the other: rates at 1 M and all seeds there,
+  then rates and seeds at 4 M, so that a short session ends with verdicts on few and not with trials of everybody. Then
+  come the trials of the others, one run of everybody at each size, the others' further seeds, and the longest last.
+- *Devices*: runs of a CPU and of a GPU are two experiments; neither uses the other's rates or runs.
 """
 
 from __future__ import annotations
@@ -26,11 +30,13 @@ from benchmarks.convergence.language_models import ADAMW, SKETCHED
 from benchmarks.convergence.results import Results
 from benchmarks.convergence.search import best_trial
 
-__all__ = ["ANCHOR", "CONTENDERS", "LARGEST", "RUNGS", "STEADY", "Rung", "experiment_of", "ladder"]
+__all__ = ["ANCHOR", "CONTENDERS", "FIRST", "LARGEST", "RUNGS", "STEADY", "Rung", "experiment_of", "ladder"]
 
 _FIRST_BATCH, _FIRST_WINDOW, _MULTIPLE = 64, 256, 16
 LARGEST = ("AdamW", "MARS-M", SKETCHED.name)
 """Who is run at 124 M."""
+FIRST = ("AdamW", "Muon", "MARS-M", SKETCHED.name)
+"""Whose verdicts come before the trials of the others."""
 STEADY = ", share of decay kept"
 """Suffix of those whose share of decay stays the same as the width grows."""
 
@@ -99,7 +105,7 @@ RUNGS = (
     Rung("1M", 5, 128, 4, searched=True),
     Rung("4M", 5, 256, 4, searched=True),
     Rung("16M", 5, 512, 8, each=5),
-    Rung("124M", 12, 768, 12, 1, 1024, "bpe 50257", 50304, names=LARGEST, parts=8),
+    Rung("124M", 12, 768, 12, 1, 1024, "bpe 50257", 50304, names=LARGEST, parts=22),
     Rung("16M", 5, 512, 8),
     Rung("0.3M", 5, 64, 2, searched=True),
 )

@@ -10,7 +10,7 @@ from benchmarks.convergence.corpus import NAME, SOURCES
 from benchmarks.convergence.experiment import Experiment
 from benchmarks.convergence.ladder import CONTENDERS, LARGEST, RUNGS, STEADY, Rung, experiment_of
 from benchmarks.convergence.page import interval_words, recorded_rows
-from benchmarks.convergence.results import Results, Row
+from benchmarks.convergence.results import Results, Row, device_type
 from benchmarks.convergence.search import best_trial, final_runs
 from benchmarks.convergence.step_times import known_times
 from benchmarks.convergence.verdicts import Difference, mean_interval
@@ -27,24 +27,32 @@ _HEAD = """
 All contenders at 0.3, 1 and 4 M parameters with rates searched and three seeds, at 16 M with rates carried up and one
 seed, and three of them at GPT-2 small's size; 20 bytes a parameter (16 M also 5; 124 M one token of 50,257 byte pairs).
 The [text](#the-text) has 418 MB, or 109 M such tokens. `python -m benchmarks convergence --device cuda --beside 7
---minutes 14` goes on with it, in the order of worth, after `python -m benchmarks corpus`; `--times` measures steps;
-`--missing` lists what is left. 0.3 M is for CPUs (`--only E13-0.3M --beside 2`): the largest size above with four times
-the bytes a step and the ladder's text. The rules were stated beforehand:
+--minutes 14` goes on with it, after `python -m benchmarks corpus`. Rows are written as they come; what the end of the
+minutes cuts is put aside within seconds. `--times` measures steps; `--missing` lists what is left. 0.3 M is for CPUs
+(`--only E13-0.3M --beside 2`): the largest size above with four times the bytes a step and the ladder's text. The rules
+were stated beforehand:
 
 - *Batch*: tokens of a step grow with the square root of the parameters.
 - *Rates*: searched up to 4 M; above, the best of 4 M times 256 / width.
 - *Decay*: a coefficient of 0.1, so that the share of a weight that decays in a step (rate times coefficient) goes with
   1 / width ([2512.05620](https://arxiv.org/abs/2512.05620)). *{steady}*: that share as it was at 4 M.
+- *Order*: AdamW, Muon, MARS-M and MKOR's sketch have all of their runs at 1 M, then at 4 M. Then come the rates of the
+  others, one run of everybody at each size, more seeds, and the longest last.
+- *Devices*: GPUs and CPUs are two experiments, each with rates of its own.
 
 """
 _TEXT = """
 ### The text
 
 It is named {name}. Of each file of these packages the checksum of its name decides whether it is trained on or held out
-(one in fifty). `python -m benchmarks corpus` fetches the packages with apt-get and pip, and refuses other bytes.
+(one in fifty). `python -m benchmarks corpus` fetches the packages with apt-get and pip, and refuses other bytes. For a
+machine that reaches no registry, `python -m benchmarks corpus --pack FOLDER` writes the text in pieces of 24 MB, which
+`python -m benchmarks corpus --unpack FOLDER` turns into the same bytes there.
 
 """
-_NOTHING = "**No seed of AdamW's has been run yet.** From 1 M on it needs a GPU.\n"
+_NOTHING = "**No seed of AdamW's has been run on a GPU yet.** From 1 M on it needs one.\n"
+_KINDS = {"cuda": "\n### On GPUs\n", "cpu": "\n### On CPUs\n"}
+"""Headings of what types of devices gave."""
 _STEPS = """
 **Share of AdamW's steps** after which a contender's training loss is down to AdamW's last, on its own schedule, whose
 rate is still high there. Losses are means of twentieths of a run, interpolated between their middles; paired by seed.
@@ -89,25 +97,31 @@ def ladder_section(results: Results) -> str:
     Args:
         results: What has been run.
     """
-    by_size = sorted(RUNGS, key=lambda rung: (rung.parameters, rung.each))
-    experiments = [(rung, experiment_of(rung, results)) for rung in by_size]
     head = _HEAD.format(steady=STEADY.removeprefix(", "))
     text = _TEXT.format(name=NAME) + markdown(
         ("package", "version", "language", "licence"),
         [(one.package, one.version, one.language, one.licence) for one in SOURCES],
     )
+    return head + (_of_devices("cuda", results) or _NOTHING) + _of_devices("cpu", results) + text
+
+
+def _of_devices(kind: str, recorded: Results) -> str:
+    """What one type of device gave; empty for nothing."""
+    results = recorded.of(kind)
+    by_size = sorted(RUNGS, key=lambda rung: (rung.parameters, rung.each))
+    experiments = [(rung, experiment_of(rung, results)) for rung in by_size]
     rungs = [(rung, one) for rung, one in experiments if _rows(one, _BASE, results)]
     if not rungs:
-        return head + _NOTHING + text
-    times = known_times(results.folder)
+        return ""
+    times = [row for row in known_times(results.folder) if device_type(row) == kind]
     heading = ("", *(f"{one.title}, {one.steps:,} steps" for _, one in rungs))
     names = [name for name in _NAMES if any(_rows(one, name, results) for _, one in rungs)]
-    parts = [head, _STEPS, _table(heading, names, rungs, lambda _, one, name: _steps(one, name, results))]
+    parts = [_KINDS[kind], _STEPS, _table(heading, names, rungs, lambda _, one, name: _steps(one, name, results))]
     if times:
         parts += [_TIME, _table(heading, names, rungs, lambda rung, one, name: _time(rung, one, name, results, times))]
     own = ("AdamW's loss", *(interval_words(_mean(_rows(one, _BASE, results).values())) for _, one in rungs))
     losses = [(name, *(_loss(one, name, results) for _, one in rungs)) for name in names]
-    parts += [_LOSSES, markdown(heading, [own, *losses]), _rates(rungs, results), _devices(rungs, results), text]
+    parts += [_LOSSES, markdown(heading, [own, *losses]), _rates(rungs, results), _devices(rungs, results)]
     return "".join(parts)
 
 

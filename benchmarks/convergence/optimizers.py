@@ -146,7 +146,7 @@ class MKORAndMuon(Joined):
         for parameter, weight in zip(self._parameters, weights, strict=True):
             parameter.copy_(weight)
         for matrix, direction in zip(self._matrices, directions, strict=True):
-            matrix.grad = direction
+            matrix.grad.copy_(direction)  # type: ignore[union-attr] # where a graph may have it
         super().step()
 
 

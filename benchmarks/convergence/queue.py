@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -15,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.convergence.experiment import Contender, Experiment, Run
-from benchmarks.convergence.ladder import ANCHOR, CONTENDERS, RUNGS, Rung, experiment_of
+from benchmarks.convergence.ladder import ANCHOR, CONTENDERS, FIRST, RUNGS, STEADY, Rung, experiment_of
 from benchmarks.convergence.results import Results, Row
 from benchmarks.convergence.runner import Place, train
 from benchmarks.convergence.search import best_trial, final_runs, missing_at_once, tried
@@ -24,20 +26,16 @@ from benchmarks.convergence.session import line_of
 __all__ = ["Entry", "Worker", "expected_seconds", "missing_rows", "queued", "work_beside"]
 
 _STAGES = (
-    ("E13-1M", "trials"),
-    ("E13-4M", "trials"),
-    ("E13-1M", 1),
-    ("E13-4M", 1),
-    ("E13-16M-5", 1),
-    ("E13-124M", 1),
-    ("E13-4M", 2),
-    ("E13-4M", 3),
-    ("E13-1M", 2),
-    ("E13-1M", 3),
-    ("E13-16M", 1),
+    *(("E13-1M", part, True) for part in ("trials", 1, 2, 3)),
+    *(("E13-4M", part, True) for part in ("trials", 1, 2, 3)),
+    *((name, "trials", False) for name in ("E13-1M", "E13-4M")),
+    *((name, 1, False) for name in ("E13-1M", "E13-4M")),
+    *((name, 1, first) for name in ("E13-16M-5", "E13-124M") for first in (True, False)),
+    *((name, seed, False) for name in ("E13-4M", "E13-1M") for seed in (2, 3)),
+    *(("E13-16M", 1, first) for first in (True, False)),
 )
-"""E13 by worth: what the sizes above need comes first, then one run of everything, then more seeds, then length; last
-0.3 M, one contender after the other, as CPUs do it."""
+"""E13 by worth, see :mod:`benchmarks.convergence.ladder`; last whether it is a run of those who come first. 0.3 M is
+done after all else, one contender after the other, as CPUs do it."""
 _OPERATIONS = 2e14  # A second of an H200 on products of bfloat16, as far as such models reach them.
 _HOST = 6e-3  # Seconds of a step beside its products: seven runs together took 52,000 steps of 1 and 4 M in 405 s.
 _GRACE = 90.0  # Seconds after the end in which runs may be put aside.
@@ -81,7 +79,8 @@ def _stage(entry: Entry, results: Results) -> int:
     experiment = entry.experiment
     searching = best_trial(experiment, experiment.contender(entry.contender), results) is None
     part = "trials" if searching and experiment.trials > 1 else entry.run.seed
-    return _STAGES.index((experiment.name, part)) if (experiment.name, part) in _STAGES else len(_STAGES)
+    stage = (experiment.name, part, entry.contender.removesuffix(STEADY) in FIRST)
+    return _STAGES.index(stage) if stage in _STAGES else len(_STAGES)
 
 
 def expected_seconds(run: Run, results: Results, device: str) -> float:
@@ -174,6 +173,15 @@ class Worker:
 def _prepare(threads: int) -> None:
     os.nice(19)
     torch.set_num_threads(threads)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that began it is gone: nobody would write its rows, and it holds the device."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def work_beside(
@@ -189,7 +197,8 @@ def work_beside(
     """Do what is missing, several runs at a time, and write each row as it comes.
 
     A run does not depend on those beside it. At the end of the time those on their way are put aside, and go on in the
-    next session. A run that fails without a figure is left out of this session, and so is its process.
+    next session; runs whose like have taken longer than what is left begin after the others. A run that fails without
+    a figure is left out of this session, and so is its process.
 
     Args:
         experiments: Whose runs.
@@ -206,11 +215,14 @@ def work_beside(
     idle = [Worker(threads) for _ in range(beside)]
     busy: dict[Future[Row | None], tuple[Worker, Entry]] = {}
     begun: set[str] = set()
+    took: dict[str, float] = {}
     try:
         while True:
-            if time.monotonic() < place.end:
-                entries = (one for one in queued(experiments, results) if wanted(one))
-                for entry in entries:
+            left = place.end - time.monotonic()
+            if left > 0:
+                entries = [one for one in queued(experiments, results) if wanted(one)]
+                # What is put aside may be lost with this machine: whatever can end comes before what cannot.
+                for entry in sorted(entries, key=lambda one: took.get(one.run.kind, 0.0) > left):
                     if not idle:
                         break
                     if entry.run.key not in begun:
@@ -219,8 +231,8 @@ def work_beside(
                         busy[worker.begin(task, entry.run, place)] = (worker, entry)
             if not busy:
                 return
-            left = None if place.end == math.inf else max(0.0, place.end + _GRACE - time.monotonic())
-            done = wait(busy, left, FIRST_COMPLETED).done
+            patience = None if place.end == math.inf else max(0.0, place.end + _GRACE - time.monotonic())
+            done = wait(busy, patience, FIRST_COMPLETED).done
             if not done:
                 for worker, entry in busy.values():
                     worker.close(kill=True)
@@ -228,24 +240,34 @@ def work_beside(
                 return
             for future in done:
                 worker, entry = busy.pop(future)
-                yield _ended(future, worker, entry, results)
                 idle.append(worker)
+                yield _ended(future, worker, entry, results, place)
+                if (row := results.row(entry.run)) is not None:
+                    took[entry.run.kind] = row["seconds"]
     finally:
-        for worker in (*idle, *(worker for worker, _ in busy.values())):
+        for worker in idle:
             worker.close()
+        for worker, _ in busy.values():
+            worker.close(kill=True)
 
 
 def _words(entry: Entry) -> str:
     return f"{entry.experiment.name} {entry.contender}, seed {entry.run.seed}, lr {entry.run.lr:.3g}"
 
 
-def _ended(future: Future[Row | None], worker: Worker, entry: Entry, results: Results) -> str:
+def _ended(future: Future[Row | None], worker: Worker, entry: Entry, results: Results, place: Place) -> str:
     try:
         row: dict[str, Any] | None = future.result()
     except Exception as error:
         worker.close()
         return f"{_words(entry)}: no figure, {type(error).__name__}: {error}"
     if row is None:
-        return f"{_words(entry)}: put aside, to go on"
-    results.write(entry.experiment.name, row)
+        return f"{_words(entry)}: put aside, to go on; or another process does it"
+    try:
+        results.write(entry.experiment.name, row)
+    except OSError as error:
+        told = json.dumps(row, default=list)
+        return f"{_words(entry)}: not written, {error}; add this line to {entry.experiment.name}.jsonl: {told}"
+    if (aside := place.file(entry.run, row["device"])) is not None:
+        aside.unlink(missing_ok=True)
     return f"{entry.experiment.name} {line_of(entry.run, row, entry.experiment.metric)}"

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import fcntl
 import json
 import math
 from collections.abc import Iterable
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from benchmarks.convergence.experiment import Run
 
-__all__ = ["Results", "Row"]
+__all__ = ["Results", "Row", "device_type"]
 
 Row = dict[str, Any]
+
+
+def device_type(row: Row) -> str:
+    """Where a row comes from, "cuda" or "cpu"; rows that do not say it are of CPUs."""
+    return str(row.get("device_type", "cpu"))
 
 
 class Results:
@@ -26,13 +34,26 @@ class Results:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.rows: dict[str, Row] = {}
+        self._all: list[Row] = []
         for path in sorted(folder.glob("*.jsonl")):
-            self.add(_rows(path))
+            self.add(_rows(path.read_bytes()))
 
     def add(self, rows: Iterable[Row]) -> None:
         """Takes rows in, without writing them."""
         for row in rows:
-            self.rows.setdefault(Run(**row["run"]).key, row)
+            self._all.append(row)
+            self.rows.setdefault(_key(row), row)
+
+    def of(self, kind: str) -> Results:
+        """What was run on one type of device alone, as if nothing else had been; rows are written to the same files.
+
+        Args:
+            kind: See :func:`device_type`.
+        """
+        found = copy.copy(self)
+        found.rows, found._all = {}, []
+        found.add(row for row in self._all if device_type(row) == kind)
+        return found
 
     def __contains__(self, run: Run) -> bool:
         return run.key in self.rows
@@ -49,23 +70,39 @@ class Results:
         return math.inf if row["diverged"] else float(row[metric])
 
     def write(self, experiment: str, row: Row) -> None:
-        """Adds a row to an experiment's file, at once and whole."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"{experiment}.jsonl"
-        if path.exists():
-            _drop_unfinished(path)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, default=list) + "\n")
+        """Adds a row to an experiment's file, at once and whole, unless another process has done the same run.
+
+        Raises:
+            OSError: The file cannot be written, and is as it was; the row counts here all the same.
+        """
         self.add([row])
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / f"{experiment}.jsonl").open("a+b", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            _append(file, row)
 
 
-def _rows(path: Path) -> list[Row]:
+def _append(file: FileIO, row: Row) -> None:
+    """Writes a row at the end of a file that no other process writes to meanwhile."""
+    file.seek(0)
+    before = file.read()
+    end = before.rfind(b"\n") + 1  # What follows, a killed process left unfinished.
+    if (_key(row), device_type(row)) in {(_key(other), device_type(other)) for other in _rows(before)}:
+        return
+    try:
+        file.truncate(end)
+        left = json.dumps(row, default=list).encode() + b"\n"
+        while left:
+            left = left[file.write(left) :]
+    except OSError:
+        file.truncate(end)
+        raise
+
+
+def _key(row: Row) -> str:
+    return Run(**row["run"]).key
+
+
+def _rows(data: bytes) -> list[Row]:
     """The rows of a file; a last line that a killed process left unfinished is none."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n") and line.strip()]
-
-
-def _drop_unfinished(path: Path) -> None:
-    text = path.read_bytes()
-    if not text.endswith(b"\n"):
-        path.write_bytes(text[: text.rfind(b"\n") + 1])
+    return [json.loads(line) for line in data.splitlines(keepends=True) if line.endswith(b"\n") and line.strip()]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import hashlib
 import math
 import os
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.convergence.experiment import Run
 from benchmarks.convergence.optimizers import make_optimizer
@@ -64,11 +69,16 @@ class Place:
         """Name of the device."""
         return str(environment(self.device)["device"])
 
-    def file(self, run: Run) -> Path | None:
-        """Where a run is put aside; other devices have other files, for they round otherwise."""
+    def file(self, run: Run, device: str = "") -> Path | None:
+        """Where a run is put aside; other devices have other files, for they round otherwise.
+
+        Args:
+            run: The run.
+            device: Name of the device, where it is known; to find it opens one.
+        """
         if self.folder is None:
             return None
-        text = run.key + self.name + torch.__version__ + __version__
+        text = run.key + (device or self.name) + torch.__version__ + __version__
         return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.pt"
 
 
@@ -110,9 +120,9 @@ class _Course:
             optimizer.record_loss(loss)
         try:
             optimizer.step()
-        except _NO_ANSWERS:
-            raise
-        except RuntimeError as raised:  # a factor that cannot be inverted, or too many steps that were not finite
+        except RuntimeError as raised:
+            if not self._is_lost(raised, loss):
+                raise
             self.error = str(raised).splitlines()[0]
             return
         if self.hybrid and self.switched_at is None and optimizer.switched:
@@ -124,6 +134,13 @@ class _Course:
             self.curve.append(float(self.total) / (self.step - starts[starts.index(self.step) - 1]))
             self.total.zero_()
 
+    def _is_lost(self, raised: RuntimeError, loss: Tensor) -> bool:
+        """Whether an error of a step says that the training is lost, and not the device, a library or a compiler."""
+        if isinstance(raised, torch.linalg.LinAlgError) or "not finite" in str(raised):
+            return True
+        gradients = [param.grad for param in self.task.model.parameters() if param.grad is not None]
+        return not all(bool(torch.isfinite(one).all()) for one in (loss, *gradients))
+
     def save(self, path: Path) -> None:
         """Write all that the rest of the run depends on; the file is whole or not there."""
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,8 +150,11 @@ class _Course:
         if self.device.type == "cuda":
             kept["random there"] = torch.cuda.get_rng_state(self.device)
         new = path.with_suffix(f".{os.getpid()}")
-        torch.save(kept, new)
-        new.replace(path)
+        try:
+            torch.save(kept, new)
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
 
     def load(self, path: Path) -> None:
         """Go on from what :meth:`save` wrote."""
@@ -151,8 +171,6 @@ class _Course:
 
 
 _KEPT = ("step", "curve", "total", "seconds", "error", "switched_at")
-_NO_ANSWERS = (torch.OutOfMemoryError, *((torch.AcceleratorError,) if hasattr(torch, "AcceleratorError") else ()))
-"""Errors that say nothing of the optimizer: a run that meets one has no row."""
 
 
 def train(run: Run, place: Place = Place()) -> dict[str, Any] | None:  # noqa: B008 - it is frozen
@@ -165,9 +183,45 @@ def train(run: Run, place: Place = Place()) -> dict[str, Any] | None:  # noqa: B
     Returns:
         A row: the run, its figures at the end, the mean loss of each twentieth of its steps, seconds, bytes of the
         optimizer's states, and where it ran; of MKOR-H the step that dropped its factors, or None. A run whose loss
-        stops being finite ends there, with ``diverged``. None: the run was put aside, and goes on bit for bit when it
-        is called again.
+        stops being finite ends there, with ``diverged``. None: the run was put aside, and goes on when it is called
+        again, on CPUs bit for bit; or another process is doing it. What was put aside is the caller's to delete, once
+        he has the row in safety.
+
+    Raises:
+        RuntimeError: The device, a library or a compiler failed: that says nothing of the optimizer.
+        OSError: The run cannot be put aside at the end; on its way that costs nothing but safety.
     """
+    try:
+        with _claimed(place.file(run)) as is_ours:
+            return _trained(run, place) if is_ours else None
+    finally:
+        if place.device.type == "cuda":
+            # What hooks and graphs hold in circles would stay beside the runs of this process that follow.
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+@contextmanager
+def _claimed(path: Path | None) -> Iterator[bool]:
+    """Whether no other process is on a run that is put aside in a file; none can be until the end of the block."""
+    if path is None:
+        yield True
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".lock")
+    with beside.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+def _trained(run: Run, place: Place) -> dict[str, Any] | None:
     course, path = _Course(run, place.device), place.file(run)
     if not getattr(course.optimizer, "resumes", hasattr(course.optimizer, "state_dict")):
         path = None
@@ -181,15 +235,16 @@ def train(run: Run, place: Place = Place()) -> dict[str, Any] | None:  # noqa: B
         now = time.monotonic()
         if path is not None and (now > place.end or now - saved > place.every):
             course.seconds = time.perf_counter() - began
-            course.save(path)
+            try:
+                course.save(path)
+            except (OSError, RuntimeError):  # torch's writer raises the latter on a full disk
+                if now > place.end:
+                    raise
             if now > place.end:
                 return None
             saved = time.monotonic()
         course.advance()
-    row = _row(course, time.perf_counter() - began)
-    if path is not None:
-        path.unlink(missing_ok=True)
-    return row
+    return _row(course, time.perf_counter() - began)
 
 
 def _row(course: _Course, seconds: float) -> dict[str, Any]:
@@ -251,4 +306,5 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _where(device: torch.device) -> dict[str, Any]:
     where = environment(device)
-    return {key: where[key] for key in ("device", "threads", "torch", "python", "date")} | {"rankwise": __version__}
+    names = ("device", "device_type", "threads", "torch", "python", "date")
+    return {name: where[name] for name in names} | {"rankwise": __version__}

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 
 from benchmarks.convergence.experiment import Contender, Experiment, Run
 from benchmarks.convergence.repeats import Repeat, keep_repeat
-from benchmarks.convergence.results import Results, Row
+from benchmarks.convergence.results import Results, Row, device_type
 from benchmarks.convergence.runner import train
 from benchmarks.convergence.search import final_runs, next_exponent, next_run, tried
 
-__all__ = ["compare", "done", "line_of", "missing_runs", "work"]
+__all__ = ["compare", "done", "is_begun_elsewhere", "line_of", "missing_runs", "work"]
 
 
 def work(experiment: Experiment, contenders: tuple[Contender, ...], results: Results, end: float) -> Iterator[str]:
@@ -88,6 +89,19 @@ def missing_runs(experiment: Experiment, results: Results) -> tuple[int, int]:
             if next_exponent(figures, experiment.trials) is not None:
                 least += max(1, experiment.trials - len(figures)) * len(experiment.trial_seeds)
     return least, unknown
+
+
+def is_begun_elsewhere(experiment: Experiment, kind: str, results: Results) -> bool:
+    """Whether an experiment, other than the ladder's, has rows of another type of device, beside which these would be.
+
+    Args:
+        experiment: It; rows of its task count, whatever their length.
+        kind: Type of the device on which it is to be run.
+        results: What has been run anywhere.
+    """
+    task = json.dumps(experiment.task, sort_keys=True)
+    others = (row["run"]["task"] for row in results.rows.values() if device_type(row) != kind)
+    return "corpus" not in experiment.task and any(json.dumps(one, sort_keys=True) == task for one in others)
 
 
 def line_of(run: Run, row: Row, metric: str) -> str:

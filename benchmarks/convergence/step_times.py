@@ -43,7 +43,7 @@ def measure_times(
     Yields:
         A line for each.
     """
-    rows, results = known_times(folder), Results(folder)
+    rows, results = known_times(folder), Results(folder).of(place.device.type)
     known = {(row["experiment"], row["contender"]) for row in rows if row["device"] == place.name}
     # Each size only once for the two lengths of 16 M: their steps are the same.
     for rung in {rung.hidden: rung for rung in reversed(RUNGS)}.values():
@@ -52,7 +52,8 @@ def measure_times(
             if (rung.name, contender.name) in known or time.monotonic() > place.end:
                 continue
             milliseconds = measure(experiment.run(contender, contender.settings[0], 0, 0), place.device)
-            where = {"device": place.name, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+            where = {"device": place.name, "device_type": place.device.type}
+            where |= {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
             row = {
                 "experiment": rung.name,
                 "contender": contender.name,

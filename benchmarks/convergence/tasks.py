@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -211,7 +212,8 @@ class Decoder(Task):
     """
 
     validation_windows = 4096
-    _AT_ONCE = 64
+    _TOKENS_AT_ONCE = 1 << 14  # of the validation: beside a graph, whose memory stays its own
+    _STEPS_AHEAD = 64  # whose windows are sent together: a copy waits for all that the device has to do
 
     def __init__(
         self,
@@ -240,25 +242,52 @@ class Decoder(Task):
         self._products = getattr(torch, products)
         self._reach = torch.arange(window + 1, device=device)
         self._samples = torch.zeros(batch, window + 1, dtype=torch.long, device=device)
+        self._ahead: tuple[int, Tensor] = -1, torch.empty(0)
         self._last = torch.zeros((), device=device)
         self._passes: Callable[[], None] = self._forward_and_backward
 
     def loss(self, step: int) -> Tensor:
         """See the base class."""
-        self._samples.copy_(self._windows(self._train, self._sampler.positions(step)))
+        self._samples.copy_(self._windows(self._train, self._starts(step)))
         return self._loss(self._samples)
 
     def gradient(self, step: int) -> Tensor:
         """See the base class."""
-        self._samples.copy_(self._windows(self._train, self._sampler.positions(step)))
+        self._samples.copy_(self._windows(self._train, self._starts(step)))
         self._passes()
         return self._last.clone()
 
     def capture(self) -> bool:
-        """See the base class."""
+        """See the base class; where a graph fails or repeats something else, calls do it, and a warning says so."""
         if self._device.type == "cuda" and not self.keeps_gradients:
-            self._passes, self.keeps_gradients = captured(self._forward_and_backward), True
+            try:
+                passes = captured(self._forward_and_backward)
+                self._compare(passes)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                warnings.warn(f"forward and backward are called, not replayed: {error}", stacklevel=2)
+            else:
+                self._passes, self.keeps_gradients = passes, True
+            torch.cuda.empty_cache()  # of the calls: the graph has memory of its own
         return self.keeps_gradients
+
+    def _compare(self, replay: Callable[[], None]) -> None:
+        """Compare a replay with the calls that it repeats, on the same windows and with others in between.
+
+        Raises:
+            RuntimeError: It gives another gradient.
+        """
+        found = []
+        for passes, step in ((self._forward_and_backward, 0), (self._forward_and_backward, 1), (replay, 0)):
+            self._samples.copy_(self._windows(self._train, self._starts(step)))
+            passes()
+            gradients = [param.grad.flatten() for param in self.model.parameters() if param.grad is not None]
+            found.append(torch.cat([self._last[None], *gradients]))
+        calls, _, repeated = found
+        # Each time sums may be taken in another order.
+        if not torch.linalg.vector_norm(repeated - calls) <= 0.05 * torch.linalg.vector_norm(calls[1:]):
+            raise RuntimeError("the graph gives another gradient")
 
     def _forward_and_backward(self) -> None:
         """The gradient of the samples, in place if there is one: what a graph repeats."""
@@ -278,9 +307,18 @@ class Decoder(Task):
         with torch.autocast(self._device.type, self._products, self._products != torch.float32):
             return self.model(samples)
 
-    def _windows(self, tokens: Tensor, starts: np.ndarray[Any, Any]) -> Tensor:
+    def _starts(self, step: int) -> Tensor:
+        """Where a step's windows begin."""
+        block, place = divmod(step, self._STEPS_AHEAD)
+        if block != self._ahead[0]:
+            steps = range(block * self._STEPS_AHEAD, (block + 1) * self._STEPS_AHEAD)
+            starts = np.stack([self._sampler.positions(one) for one in steps])
+            self._ahead = block, torch.from_numpy(starts).to(self._device)
+        return self._ahead[1][place]
+
+    def _windows(self, tokens: Tensor, starts: Tensor) -> Tensor:
         # Tokens of two bytes have a sign there, for want of operations without.
-        found = tokens[torch.from_numpy(starts).to(self._device)[:, None] + self._reach].long()
+        found = tokens[starts[:, None] + self._reach].long()
         return found & 0xFFFF if tokens.dtype == torch.int16 else found
 
     @torch.no_grad()
@@ -289,8 +327,7 @@ class Decoder(Task):
         last = len(self._held_out) - self.window - 1
         starts = np.linspace(0, last, min(self.validation_windows, last // self.window + 1), dtype=np.int64)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for first in range(0, len(starts), self._AT_ONCE):
-            chosen = starts[first : first + self._AT_ONCE]
+        for chosen in torch.from_numpy(starts).to(self._device).split(max(1, self._TOKENS_AT_ONCE // self.window)):
             total += len(chosen) * self._loss(self._windows(self._held_out, chosen)).double()
         return {"validation_loss": float(total) / len(starts)}
 

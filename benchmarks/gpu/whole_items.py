@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ def whole_items(place: Place) -> list[Item]:
             for name in types:
                 if (name, engine) == (MUON, "ZeRO-2"):
                     continue  # Its flat partitions are no matrices.
+                if engine == "ZeRO-2" and find_spec("deepspeed") is None:
+                    continue  # It would fail here, and count as measured where DeepSpeed is.
                 run = partial(_whole, place, name, engine, model)
                 predict = partial(_prediction, name, engine, model)
                 label = f"{name}, {model}, {engine}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,12 +21,13 @@ Momentum = tuple[Tensor, Tensor, Tensor | None, int]
 
 @dataclass
 class OrthogonalStep:
-    """Matrices of one shape, one after another in memory, whose weights are stepped where they lie.
+    """Matrices of one shape whose weights are stepped where they lie.
 
     Attributes:
         shape: Shape of each matrix.
-        momentum: Momenta, 1-D, of which the orthogonal factors are computed; they do not change.
-        weight: Weights, 1-D, which decay and lose ``lr * factor`` times the orthogonal factors.
+        momenta: Momenta, of which the orthogonal factors are computed; they do not change. Each is the 1-D memory of a
+            matrix, or of several one after another.
+        weights: Weights in the order of the momenta, which decay and lose ``lr * factor`` times the orthogonal factors.
         eps: Number added to the norm.
         factor: Number that the orthogonal factors are multiplied by, beside the learning rate.
         lr: Learning rate, a float or a 0-d tensor.
@@ -34,12 +36,12 @@ class OrthogonalStep:
         weight_decay: Decoupled decay rate.
         cautious: Whether elements that step away from zero do not decay.
         product: Type of the products; None: that of the call that does the step.
-        square: The squared norm of the momentum, where it is known.
+        squares: The squared norm of each momentum, None where it is not known; no sequence where none is.
     """
 
     shape: tuple[int, int]
-    momentum: Tensor
-    weight: Tensor
+    momenta: Sequence[Tensor]
+    weights: Sequence[Tensor]
     eps: float
     factor: float
     lr: Scalar
@@ -48,12 +50,17 @@ class OrthogonalStep:
     weight_decay: float = 0.0
     cautious: bool = False
     product: torch.dtype | None = None
-    square: Square | None = None
+    squares: Sequence[Square | None] | None = None
 
     def matrices(self) -> list[Momentum]:
         """Return the matrices one by one."""
         length = self.shape[0] * self.shape[1]
-        if self.momentum.numel() == self.weight.numel() == length:
-            return [(self.momentum, self.weight, *(self.square or (None, 0)))]
-        momenta, weights = (tensor.view(-1, length).unbind() for tensor in (self.momentum, self.weight))
-        return [(momentum, weight, None, 0) for momentum, weight in zip(momenta, weights, strict=True)]
+        found: list[Momentum] = []
+        squares = self.squares or [None] * len(self.momenta)
+        for momentum, weight, square in zip(self.momenta, self.weights, squares, strict=True):
+            if momentum.numel() == length:
+                found.append((momentum, weight, *(square or (None, 0))))
+                continue
+            pairs = zip(*(tensor.view(-1, length).unbind() for tensor in (momentum, weight)), strict=True)
+            found += [(*pair, None, 0) for pair in pairs]
+        return found

@@ -69,7 +69,6 @@ class MARSRule(MatrixRule):
         self._variant: formulas.MatrixVariant = options.variant  # type: ignore[assignment]
         self._scaled_as: formulas.Scale = options.scale  # type: ignore[assignment]
         self._steps_in_place = steps_in_place(self.unit, product)
-        self._numbers: dict[MomentumSignature, tuple[float, float]] = {}
 
     def gather(self, in_place: Collection[int]) -> list[Tensor | None]:
         """The momenta; weights that are not stepped in place have decayed then, unless they do so cautiously."""
@@ -93,13 +92,16 @@ class MARSRule(MatrixRule):
 
     def step_in_place(self, matrices: Sequence[BatchPlan]) -> Sequence[BatchPlan]:
         """All of them; together, where there is a form that steps many at once."""
-        found = [(plan.batch.signature, plan.local[0].shard) for plan in matrices]
+        alike: dict[MomentumSignature, list[int]] = {}
+        for plan in matrices:
+            alike.setdefault(plan.batch.signature, []).append(plan.local[0].shard)
         if self._steps_in_place is not None:
-            self._steps_in_place([self._in_place(signature, index) for signature, index in found])
+            self._steps_in_place([self._in_place(signature, indices) for signature, indices in alike.items()])
             return ()
-        for signature, index in found:
-            direction = self._directions(signature, self._momenta[index].view(1, -1))[0]
-            self._descend([self.weights[index]], [direction], signature)
+        for signature, indices in alike.items():
+            for index in indices:
+                direction = self._directions(signature, self._momenta[index].view(1, -1))[0]
+                self._descend([self.weights[index]], [direction], signature)
         return ()
 
     def _descend(self, weights: list[Tensor], directions: list[Tensor], signature: MomentumSignature) -> None:
@@ -124,20 +126,18 @@ class MARSRule(MatrixRule):
 
     def _numbers_of(self, signature: MomentumSignature) -> tuple[float, float]:
         """What is added to the norm of a momentum, and what its orthogonal factor is multiplied by."""
-        if signature not in self._numbers:
-            group = self.groups[signature.group]
-            own_eps = group["eps"] if self._variant == "shampoo" else None
-            eps = formulas.norm_offset(self._variant, group["betas"][0], own_eps)
-            self._numbers[signature] = eps, formulas.shape_factor(self._variant, *signature.logical, self._scaled_as)
-        return self._numbers[signature]
+        group = self.groups[signature.group]
+        own_eps = group["eps"] if self._variant == "shampoo" else None
+        eps = formulas.norm_offset(self._variant, group["betas"][0], own_eps)
+        return eps, formulas.shape_factor(self._variant, *signature.logical, self._scaled_as)
 
-    def _in_place(self, signature: MomentumSignature, index: int) -> OrthogonalStep:
+    def _in_place(self, signature: MomentumSignature, indices: Sequence[int]) -> OrthogonalStep:
         group, shape = self.groups[signature.group], (signature.rows, signature.columns)
         eps, factor = self._numbers_of(signature)
         return OrthogonalStep(
             shape,
-            self._momenta[index],
-            self.weights[index],
+            [self._momenta[index] for index in indices],
+            [self.weights[index] for index in indices],
             eps=eps,
             factor=factor,
             lr=group["lr"],
@@ -146,5 +146,5 @@ class MARSRule(MatrixRule):
             weight_decay=group["weight_decay"],
             cautious=self.unit.cautious,
             product=self._product_of(signature),
-            square=self._squares.get(index),
+            squares=[self._squares.get(index) for index in indices],
         )

@@ -22,6 +22,7 @@ from rankwise.sonew.formulas import graft_ratio
 from rankwise.sonew.options import SONewOptions
 from rankwise.sonew.spec import SONewSpec
 from rankwise.sonew.windows import windowed_directions
+from rankwise.states.entries import Entry
 from rankwise.step.first_order import fallback_step
 from rankwise.step.optimizer import ShardedOptimizer
 
@@ -45,7 +46,7 @@ def _margins(halos: Sequence[Halo]) -> Margins:
 
 def _sizes(bucket: Bucket) -> list[int]:
     """Return the elements that each direction takes of the memory that they share: whole lines of the cache."""
-    return [-(-grad.numel() // _LINE) * _LINE for grad in bucket.grads]
+    return bucket.entries.once("lines", lambda entries: [-(-entry.shard.numel // _LINE) * _LINE for entry in entries])
 
 
 def _buffers(unit: StepUnit, bucket: Bucket, start: int) -> list[Tensor]:
@@ -214,15 +215,12 @@ class SONew(ShardedOptimizer):
         return hyper | {"step": bucket.step, "graft": self.options.graft}
 
     def _places(self, bucket: Bucket, halos: Mapping[int, list[Halo]]) -> tuple[list[ChainRun], list[Margins | None]]:
-        runs: list[ChainRun] = []
-        margins: list[Margins | None] = []
-        for entry in bucket.entries:
-            shard = entry.shard
-            by_row = self.options.chain == "row" and len(shard.shape) > 1
-            runs.append(ChainRun(shard.start, shard.shape[-1] if by_row else None))
-            halo = halos.get(entry.index)
-            margins.append(None if halo is None else _margins(halo))
-        return runs, margins
+        margins = [_margins(halos[entry.index]) if entry.index in halos else None for entry in bucket.entries]
+        return bucket.entries.once("chains", self._chains), margins
+
+    def _chains(self, entries: Sequence[Entry]) -> list[ChainRun]:
+        shards, by_row = [entry.shard for entry in entries], self.options.chain == "row"
+        return [ChainRun(each.start, each.shape[-1] if by_row and len(each.shape) > 1 else None) for each in shards]
 
     def _windowed(
         self, unit: StepUnit, bucket: Bucket, halos: Mapping[int, list[Halo]], grad_norms: Tensor | None

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rankwise.comm.local_groups import accelerator_or_cpu
+
 __all__ = ["Health"]
 
 
@@ -74,7 +76,7 @@ class Health:
         if group is not None and self._names:
             packed = torch.tensor(rows, dtype=torch.float64, device="cpu")
             if "gloo" not in dist.get_backend(group):
-                packed = packed.to(torch.accelerator.current_accelerator() or "cpu")
+                packed = packed.to(accelerator_or_cpu())
             dist.all_reduce(packed, group=group)
             rows = packed.tolist()
         return {

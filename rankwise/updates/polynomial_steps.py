@@ -52,12 +52,14 @@ class Products(NamedTuple):
     Attributes:
         square: ``X X^T`` of (b, m, n).
         step: ``a O + c L R`` of symmetric ``L``, ``R`` and ``O`` (b, m, m) that commute, ``a`` and ``c``, 1 by default.
-            Two more arguments are a tensor that gets the result and ``d I``, and ``d``.
+            Three more arguments are a tensor that gets the result and ``d I``, ``d``, and one that gets the result.
+        both: ``a O + L O`` of either half of a pair ``O`` (2, b, m, m), with ``L`` and ``a``.
         symmetric: Share of a full product's operations that they take: 0.5 where the upper half is mirrored.
     """
 
     square: Callable[[Tensor], Tensor]
     step: Callable[..., Tensor]
+    both: Callable[[Tensor, Tensor, float], tuple[Tensor, ...]]
     symmetric: float
 
 
@@ -78,14 +80,19 @@ def _step(
     factor: float = 1.0,
     shifted: Tensor | None = None,
     shift: float = 0.0,
+    out: Tensor | None = None,
 ) -> Tensor:
-    found = torch.baddbmm(own, left, right, beta=share, alpha=factor)
+    found = torch.baddbmm(own, left, right, beta=share, alpha=factor, out=out)
     if shifted is not None:
         shifted.copy_(found).diagonal(dim1=-2, dim2=-1).add_(shift)
     return found
 
 
-PLAIN = Products(_square, _step, 1.0)
+def _both(left: Tensor, pair: Tensor, share: float) -> tuple[Tensor, ...]:
+    return tuple(_step(left, half, half, share) for half in pair)
+
+
+PLAIN = Products(_square, _step, _both, 1.0)
 """The products of torch's library."""
 
 
@@ -192,17 +199,25 @@ def iterate_on_gram(x: Tensor, table: Sequence[Quintic], products: Products = PL
 
 
 def _few_steps(x: Tensor, table: Sequence[Quintic], products: Products, turned: bool) -> Tensor:
-    (a, b, c), *following_steps = table
-    if not following_steps:
+    if len(table) == 1:
         return iterate(x, table, products, turned)
+    (a, b, c), following, *later = table
     gram = products.square(x.mT if turned else x)
-    factor = torch.empty_like(gram)
-    z = products.step(gram, gram, gram, b, c, factor, a)
-    for following in following_steps:
-        between = products.step(z, gram, gram, a)
+    pair = gram.new_empty(2, *gram.shape)  # the second Gram matrix beside the first factor
+    z = products.step(gram, gram, gram, b, c, pair[1], a)
+    between = products.step(z, gram, gram, a)
+    del gram
+    products.step(between, z, between, a, out=pair[0])
+    gram, factor = pair
+    a, b, c = following
+    between = z = products.step(gram, gram, gram, b, c)  # nor is the product before needed any more
+    while later:
+        between, factor = products.both(z, pair, a)
+        del gram, pair
         gram = products.step(between, z, between, a)
-        a, b, c = following
+        (a, b, c), *later = later
         z = products.step(gram, gram, gram, b, c)
-        factor = products.step(z, factor, factor, a)
-    del gram, z, between  # only the factor is needed beside the long matrices
+        pair = torch.stack((gram, factor)) if later else gram  # not before the fourth step
+    factor = products.step(z, factor, factor, a)
+    del gram, pair, z, between  # only the factor is needed beside the long matrices
     return x @ factor.mT if turned else factor @ x

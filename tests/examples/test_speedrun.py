@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from pathlib import Path
 
 import pytest
 from example_files import example
@@ -82,6 +83,18 @@ def test_an_entry_trains_on_two_ranks(name: str) -> None:
     assert len(changed) == 5, "the statement of two lines and the number"
     (losses, sums), (_, others) = run_ranks(2, trained, entry)
     assert sums == others and len(losses) == 40 and losses[-1] < losses[0] - 0.3
+
+
+def test_what_is_replaced_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A baseline whose rate has changed is seen."""
+    (tmp_path / "train_gpt_simple.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["speedrun", "train_gpt_simple.py", "--steps", "40"])
+    example("speedrun_track3").main()
+    said = capsys.readouterr().out
+    assert "lr=0.025, weight_decay=0.025)" in said and "-     train_steps = 3375" in said
 
 
 def test_another_script_is_refused() -> None:

@@ -17,7 +17,7 @@ function                     does                                               
 \.\.\. with a reference       the corrected gradient in its place                  4 more (advancing: 4 + 4)
 ``squared_norms``            runs -> (n,) fp64; with a reference                  4 + 0; 8 + 0             2
 ``symmetric_product``        (B, m, n) -> X X^T (B, m, m), fp32, fp16 or bf16     half the operations      1
-``symmetric_step``           (B, m, m) -> a O + c L R                             half the operations      1
+``symmetric_step``           (B, m, m) -> a O + c L R; one L serves several R     half the operations      1
 ``newton_schulz``            (..., m, n), as ``updates.newton_schulz``            3 m^2 n + m^3 per step   2 per step
 ============================ ==================================================== ======================== ============
 

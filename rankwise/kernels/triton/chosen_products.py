@@ -71,6 +71,7 @@ def chosen(halved: Products, x: Tensor, turned: bool = False, timed: bool = Fals
     return Products(
         (halved if square else PLAIN).square,
         (halved if step else PLAIN).step,
+        (halved if step else PLAIN).both,
         halved.symmetric if square and step else PLAIN.symmetric,
     )
 

@@ -20,7 +20,7 @@ from rankwise.kernels.triton.pass_fields import PassFields
 from rankwise.kernels.triton.segments import Runs, lanes_of, moved, place_of, read, run_sums, wide, write
 from rankwise.updates.adamw import Scalar
 
-__all__ = ["number", "number_of", "one_per_run", "run", "squared_norms", "step_scale"]
+__all__ = ["kept", "number", "number_of", "one_per_run", "run", "squared_norms", "step_scale"]
 
 TILE = 2048
 PASS_TILE, TILES = 512, 16
@@ -31,12 +31,11 @@ _SHARED: tl.constexpr = tl.constexpr(BLOCK)
 _RULES: dict[Rule, int] = {"momentum": 0, "lion": 1, "adamw": 2, "step": 3, "nesterov": 4}
 
 
-def run(update: Pass, scale: float = 1.0) -> Tensor | None:
+def run(update: Pass) -> Tensor | None:
     """Do a pass, in place.
 
     Args:
         update: Pass over contiguous fp32 runs; gradients may be bfloat16 or float16, states and references narrow.
-        scale: Factor of the directions of a "step".
 
     Returns:
         (shards,) fp64, the squared norms of what is to be measured; None where nothing is.
@@ -46,7 +45,7 @@ def run(update: Pass, scale: float = 1.0) -> Tensor | None:
     """
     scalars, fields = update.scalars, PassFields(update.fields, TILES * PASS_TILE, ("grad", "reference"))
     runs = fields.runs
-    own_scale, root = update.corrections() if update.rule == "adamw" else (scale, 1.0)
+    own_scale, root = update.corrections() if update.rule == "adamw" else (1.0, 1.0)
     partials = runs.partial_sums(1) if update.measured else runs.table
     launch(
         update_kernel,
@@ -213,7 +212,7 @@ def _norm_tile(
 
 
 @jit
-def _kept(weight: tl.tensor, direction: tl.tensor, keep: tl.tensor, CAUTIOUS: tl.constexpr) -> tl.tensor:
+def kept(weight: tl.tensor, direction: tl.tensor, keep: tl.tensor, CAUTIOUS: tl.constexpr) -> tl.tensor:
     """Return what decay leaves of a weight; cautious decay spares weights that step away from zero."""
     if CAUTIOUS:
         opposed = ((direction < 0.0) & (weight > 0.0)) | ((direction > 0.0) & (weight < 0.0))
@@ -376,7 +375,7 @@ def _update_tiles(
         if RULE == 4:
             write(moved(weights, offset, FAST), direction, lanes, inside, FAST)
         if RULE >= 1 and RULE <= 3:
-            weight = _kept(weight, direction, keep, CAUTIOUS) - value
+            weight = kept(weight, direction, keep, CAUTIOUS) - value
             write(moved(weights, offset, FAST), weight, lanes, inside, FAST)
     if MEASURED:
         tl.store(partial, tl.sum(total, axis=0))

@@ -67,23 +67,25 @@ def symmetric_step(
     factor: float = 1.0,
     shifted: Tensor | None = None,
     shift: float = 0.0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return ``share O + factor L R^T``, exactly symmetric, where that is symmetric but for rounding.
 
     Args:
         left: ``L`` (b, m, n), any strides.
-        right: ``R`` (b, m, n), any strides.
-        own: ``O`` (b, m, m), contiguous; None: nothing is added.
+        right: ``R`` (b, m, n), any strides; or several such stacks one after another, each multiplied by all of ``L``.
+        own: ``O``, as many as there are ``R``, (..., m, m), contiguous; None: nothing is added.
         share: Factor of ``O``.
         factor: Factor of the product.
         shifted: Gets the result and ``shift I``, contiguous; None: nothing does.
         shift: Number added to the diagonal there.
+        out: Gets the result, contiguous; None: new memory does.
 
     Returns:
-        (b, m, m) in the same type, accumulated in float32.
+        As many matrices as there are ``R``, (..., m, m) in the same type, accumulated in float32.
     """
-    batch, rows, columns = left.shape
-    out = torch.empty(batch, rows, rows, dtype=left.dtype, device=left.device)
+    batch, rows, columns = right.shape
+    out = left.new_empty(batch, rows, rows) if out is None else out
     single = left.dtype == torch.float32
     # Products in float32 run without tensor cores, and their accumulators fill the registers sooner.
     block, depth, warps, stages = (64, 32, 4, 3) if single else (128, 64, 8, 3)
@@ -106,6 +108,7 @@ def symmetric_step(
         columns,
         *left.stride(),
         *right.stride(),
+        left.shape[0],
         float(factor),
         float(share),
         float(shift),
@@ -123,7 +126,12 @@ def symmetric_step(
     return out
 
 
-HALVED = Products(symmetric_product, symmetric_step, 0.5)
+def _both(left: Tensor, pair: Tensor, share: float) -> tuple[Tensor, ...]:
+    stacks = pair.flatten(0, 1)
+    return symmetric_step(left, stacks, stacks, share).chunk(2)
+
+
+HALVED = Products(symmetric_product, symmetric_step, _both, 0.5)
 """Products that take half the work."""
 
 
@@ -150,32 +158,14 @@ def _descriptor(x: Tensor, turned: bool, block: int, depth: int) -> Any:
     return TensorDescriptor(lying, list(lying.shape), list(lying.stride()), [1, *sides])
 
 
+# fmt: off
 @jit
 def _symmetric_kernel(
-    x: tl.tensor,
-    y: tl.tensor,
-    addend: tl.tensor,
-    out: tl.tensor,
-    shifted: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    x_batch: tl.tensor,
-    x_row: tl.tensor,
-    x_column: tl.tensor,
-    y_batch: tl.tensor,
-    y_row: tl.tensor,
-    y_column: tl.tensor,
-    alpha: tl.tensor,
-    beta: tl.tensor,
-    shift: tl.tensor,
-    ADD: tl.constexpr,
-    SHIFT: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-    TURNED: tl.constexpr,
-    LARGE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr,
+    x: tl.tensor, y: tl.tensor, addend: tl.tensor, out: tl.tensor, shifted: tl.tensor, rows: tl.tensor,
+    columns: tl.tensor, x_batch: tl.tensor, x_row: tl.tensor, x_column: tl.tensor, y_batch: tl.tensor,
+    y_row: tl.tensor, y_column: tl.tensor, count: tl.tensor, alpha: tl.tensor, beta: tl.tensor, shift: tl.tensor,
+    ADD: tl.constexpr, SHIFT: tl.constexpr, DESCRIBED: tl.constexpr, TURNED: tl.constexpr, LARGE: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
 ) -> None:
     # Programs go through the triangle row by row: 0; 1, 2; 3, 4, 5. The root may be rounded to a neighbour.
     tile = tl.program_id(0)
@@ -184,6 +174,7 @@ def _symmetric_kernel(
     below += ((below + 1) * (below + 2) // 2 <= tile).to(tl.int32)
     beside = tile - below * (below + 1) // 2
     batch = tl.program_id(1)
+    x_place = batch % count
     first = below * BLOCK + tl.arange(0, BLOCK)
     second = beside * BLOCK + tl.arange(0, BLOCK)
     along = tl.arange(0, DEPTH)
@@ -193,14 +184,14 @@ def _symmetric_kernel(
     if DESCRIBED:
         for start in range(0, columns, DEPTH):
             if TURNED:
-                a = tl.trans(tl.reshape(x.load([batch, start, below * BLOCK]), (DEPTH, BLOCK)))
+                a = tl.trans(tl.reshape(x.load([x_place, start, below * BLOCK]), (DEPTH, BLOCK)))
                 b = tl.reshape(y.load([batch, start, beside * BLOCK]), (DEPTH, BLOCK))
             else:
-                a = tl.reshape(x.load([batch, below * BLOCK, start]), (BLOCK, DEPTH))
+                a = tl.reshape(x.load([x_place, below * BLOCK, start]), (BLOCK, DEPTH))
                 b = tl.trans(tl.reshape(y.load([batch, beside * BLOCK, start]), (BLOCK, DEPTH)))
             total = tl.dot(a, b, total)
     else:
-        left = x + batch.to(tl.int64) * x_batch + (first[:, None] * x_row + along[None, :] * x_column)
+        left = x + x_place.to(tl.int64) * x_batch + (first[:, None] * x_row + along[None, :] * x_column)
         right = y + batch.to(tl.int64) * y_batch + (second[None, :] * y_row + along[:, None] * y_column)
         for start in range(0, columns, DEPTH):
             in_left = (first[:, None] < rows) & (start + along[None, :] < columns)
@@ -231,3 +222,4 @@ def _symmetric_kernel(
         tl.store(out + mirrored, value, mask=inside)
         if SHIFT:
             tl.store(shifted + mirrored, value, mask=inside)
+# fmt: on
