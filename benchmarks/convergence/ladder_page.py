@@ -50,7 +50,7 @@ machine that reaches no registry, `python -m benchmarks corpus --pack FOLDER` wr
 `python -m benchmarks corpus --unpack FOLDER` turns into the same bytes there.
 
 """
-_NOTHING = "**No seed of AdamW's has been run on a GPU yet.** From 1 M on it needs one.\n"
+_NOTHING = "**No GPU has run a contender beside AdamW yet.** From 1 M on it needs one.\n"
 _KINDS = {"cuda": "\n### On GPUs\n", "cpu": "\n### On CPUs\n"}
 """Headings of what types of devices gave."""
 _STEPS = """
@@ -106,16 +106,16 @@ def ladder_section(results: Results) -> str:
 
 
 def _of_devices(kind: str, recorded: Results) -> str:
-    """What one type of device gave; empty for nothing."""
+    """What one type of device gave; empty for nothing that stands beside AdamW."""
     results = recorded.of(kind)
     by_size = sorted(RUNGS, key=lambda rung: (rung.parameters, rung.each))
     experiments = [(rung, experiment_of(rung, results)) for rung in by_size]
     rungs = [(rung, one) for rung, one in experiments if _rows(one, _BASE, results)]
-    if not rungs:
+    names = [name for name in _NAMES if any(_rows(one, name, results) for _, one in rungs)]
+    if not names:
         return ""
     times = [row for row in known_times(results.folder) if device_type(row) == kind]
     heading = ("", *(f"{one.title}, {one.steps:,} steps" for _, one in rungs))
-    names = [name for name in _NAMES if any(_rows(one, name, results) for _, one in rungs)]
     parts = [_KINDS[kind], _STEPS, _table(heading, names, rungs, lambda _, one, name: _steps(one, name, results))]
     if times:
         parts += [_TIME, _table(heading, names, rungs, lambda rung, one, name: _time(rung, one, name, results, times))]
