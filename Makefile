@@ -6,7 +6,7 @@
 #
 # Variables: OPTIMIZER=mars-m (mars, mars-adamw, mars-lion, mars-shampoo, mars-m, sonew, ldadam, mkor, mkor-h, mkor-sketch; several
 # separated by commas, or all), FRAMEWORK=deepspeed or megatron, ARGS="--steps 1000 --stage 3" (rankwise train --help),
-# PYTHON, VENV, TORCH, EXTRAS (those of setup.cfg; torchft needs torch 2.7), PIP_ARGS, WORKERS (of the test suite, a core
+# PYTHON, VENV, TORCH, EXTRAS (those of setup.cfg), PIP_ARGS, WORKERS (of the test suite, a core
 # each), PYTEST_ARGS, TESTS (files and folders of the suite), MEGATRON=PATH (a checkout of Megatron-LM to test against: our
 # tests of Megatron, unless TESTS names others), ISA=avx2 or default (train and test as on a processor that has AVX2 but
 # nothing wider, or nothing beyond every x86-64's; torch's libraries and our own code both).

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["accelerator_or_cpu", "host_group", "local_group"]
+__all__ = ["host_group", "local_group"]
 
 
 def _import_without_default_group() -> None:
@@ -51,12 +51,6 @@ def local_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
             world.bound_device_id = bound
     assert isinstance(group, dist.ProcessGroup)
     return group
-
-
-def accelerator_or_cpu() -> torch.device:
-    """Return the device that messages of an accelerator's groups need, or the CPU where there is none."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None  # 2.6 raises
-    return found or torch.device("cpu")
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:

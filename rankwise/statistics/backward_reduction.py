@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from rankwise.comm.local_groups import accelerator_or_cpu, local_group
+from rankwise.comm.local_groups import local_group
 from rankwise.comm.message_format import Traffic
 from rankwise.statistics.window_sums import Record, clear
 
@@ -28,7 +28,7 @@ def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
     On ``group`` itself, a framework's collectives would meet MKOR's in an order that differs between ranks.
     """
-    backend = group._get_backend(accelerator_or_cpu())
+    backend = group._get_backend(torch.accelerator.current_accelerator() or torch.device("cpu"))
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     ranks = dist.get_process_group_ranks(group)
     return local_group(ranks, timeout=timeout)

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rankwise.comm.local_groups import accelerator_or_cpu
-
 __all__ = ["Health"]
 
 
@@ -76,7 +74,7 @@ class Health:
         if group is not None and self._names:
             packed = torch.tensor(rows, dtype=torch.float64, device="cpu")
             if "gloo" not in dist.get_backend(group):
-                packed = packed.to(accelerator_or_cpu())
+                packed = packed.to(torch.accelerator.current_accelerator() or "cpu")
             dist.all_reduce(packed, group=group)
             rows = packed.tolist()
         return {

@@ -65,7 +65,7 @@ def test_what_keeps_things_from_working_fails(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     status, found = examined()
     assert status == 1
-    assert found["torch"]["status"] == "fail" and "torch>=2.6" in found["torch"]["advice"]
+    assert found["torch"]["status"] == "fail" and "torch>=2.7" in found["torch"]["advice"]
     assert found["megatron-core"]["status"] == "note" and "rankwise[megatron]" in found["megatron-core"]["advice"]
     assert "not NVIDIA's" in found["apex"]["value"] and "pip uninstall apex" in found["apex"]["advice"]
     (lock,) = (finding for finding in found.values() if finding["topic"] == "locks")
