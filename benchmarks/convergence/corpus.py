@@ -29,7 +29,19 @@ import numpy as np
 from benchmarks.performance import markdown
 from rankwise.launch.data import Corpus, is_validation
 
-__all__ = ["FOLDER", "NAME", "SOURCES", "Source", "build", "fetched", "licences", "load"]
+__all__ = [
+    "END",
+    "FOLDER",
+    "NAME",
+    "SOURCES",
+    "Source",
+    "build",
+    "facts_of",
+    "fetched",
+    "licences",
+    "load",
+    "pairs_stem",
+]
 
 NAME = "packages-1"
 """A change of sources or of what is taken from them changes the name: losses on other text are others."""
@@ -42,7 +54,7 @@ CHECKSUMS = {
 HELD_OUT = 0.02
 """Share of the documents."""
 _SHORTEST, _LONGEST = 200, 400_000  # bytes of a document
-_END = b"\0"
+END = b"\0"
 _PAIRS_LEARN_FROM = 8  # one document in so many
 
 
@@ -298,8 +310,8 @@ def build(
         with path.with_suffix(".new").open("wb") as file:
             for name, text, _ in ordered:
                 if is_validation(name, HELD_OUT) == held:
-                    digest.update(text + _END)
-                    size += file.write(text + _END)
+                    digest.update(text + END)
+                    size += file.write(text + END)
         path.with_suffix(".new").replace(path)
         facts[part] = {"bytes": size, "sha256": digest.hexdigest()}
     if sources is SOURCES and (changed := [part for part in CHECKSUMS if facts[part]["sha256"] != CHECKSUMS[part]]):
@@ -374,7 +386,7 @@ def _documents(source: Source, path: Path) -> Iterator[tuple[str, bytes]]:
         text = _plain(data) if name.endswith(".html") else data
         for number, start in enumerate(range(0, len(text), _LONGEST)):
             part = text[start : start + _LONGEST]
-            if len(part) >= _SHORTEST and _END not in part:
+            if len(part) >= _SHORTEST and END not in part:
                 yield f"{name}:{number}" if len(text) > _LONGEST else name, part
 
 
@@ -426,10 +438,7 @@ def load(folder: Path, name: str = NAME, tokens: str = "bytes") -> Corpus:
     Raises:
         ValueError: There is no such text, or there are no such tokens.
     """
-    path = folder / "corpus.json"
-    if not path.exists():
-        raise ValueError(f"there is no text in {folder}: python -m benchmarks corpus builds it")
-    facts = json.loads(path.read_text(encoding="utf-8"))
+    facts = facts_of(folder)
     if facts["name"] != name:
         raise ValueError(f"the text in {folder} is {facts['name']!r} and must be {name!r}: build it again")
     kind, _, number = tokens.partition(" ")
@@ -443,11 +452,28 @@ def load(folder: Path, name: str = NAME, tokens: str = "bytes") -> Corpus:
     return Corpus(train, held_out, vocabulary, float("nan"), folder)
 
 
+def facts_of(folder: Path) -> dict[str, Any]:
+    """What ``corpus.json`` says of the text in a folder.
+
+    Raises:
+        ValueError: There is no text.
+    """
+    path = folder / "corpus.json"
+    if not path.exists():
+        raise ValueError(f"there is no text in {folder}: python -m benchmarks corpus builds it")
+    return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def pairs_stem(number: int | str, facts: dict[str, Any]) -> str:
+    """What the names of the files of byte pairs begin with; "*" for any number of them."""
+    return f"bpe-{number}-{facts['train']['sha256'][:8]}"
+
+
 def _pairs(folder: Path, number: int, facts: dict[str, Any]) -> list[Path]:
     """Files of tokens, made once for this text, by one process: token 0 ends a document."""
     if not 257 <= number <= 1 << 16:
         raise ValueError(f"bpe has {number} tokens: it must have 257 to 65536")
-    stem = f"bpe-{number}-{facts['train']['sha256'][:8]}"
+    stem = pairs_stem(number, facts)
     paths = [folder / f"{stem}-{part}.bin" for part in ("train", "held-out")]
     with (folder / f"{stem}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -490,7 +516,7 @@ def _learn_pairs(folder: Path, number: int, learned: Path) -> None:
 
 
 def _texts(path: Path) -> Iterator[str]:
-    for document in path.read_bytes().split(_END)[:-1]:
+    for document in path.read_bytes().split(END)[:-1]:
         yield document.decode("utf-8", "replace")
 
 

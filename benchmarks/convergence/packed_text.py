@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.convergence.corpus import NAME
+from benchmarks.convergence.corpus import END, NAME, facts_of, pairs_stem
 
 __all__ = ["pack", "unpack"]
 
-_END = b"\0"
 _PARTS = ("train", "held-out")
 _LARGEST_MEMORY = 1 << 29  # bytes that a match may lie back: more than the whole text
 
@@ -37,15 +36,15 @@ def pack(folder: Path, output: Path, piece: int = 24_000_000) -> list[Path]:
     Raises:
         ValueError: There is no text, or it is not what ``corpus.json`` says.
     """
-    facts = _facts(folder)
+    facts = facts_of(folder)
     texts = [(folder / f"{part}.txt").read_bytes() for part in _PARTS]
     _check(texts, facts)
-    learned = {path.name: path.read_text("utf-8") for path in sorted(folder.glob(f"bpe-*-{_mark(facts)}.json"))}
-    documents = [document for text in texts for document in text.split(_END)[:-1]]
+    learned = {path.name: path.read_text("utf-8") for path in sorted(folder.glob(f"{pairs_stem('*', facts)}.json"))}
+    documents = [document for text in texts for document in text.split(END)[:-1]]
     order = sorted(range(len(documents)), key=documents.__getitem__)
-    head = {"train": texts[0].count(_END), "documents": len(order), "learned": learned}
+    head = {"train": texts[0].count(END), "documents": len(order), "learned": learned}
     stream = [json.dumps(head).encode() + b"\n", np.array(order, "<u4").tobytes()]
-    stream += [documents[number] + _END for number in order]
+    stream += [documents[number] + END for number in order]
     output.mkdir(parents=True, exist_ok=True)
     paths, sums = [], []
     for number, data in enumerate(_cut(_compressed(stream), piece)):
@@ -89,8 +88,8 @@ def unpack(folders: Sequence[Path], output: Path) -> dict[str, Any]:
     head = json.loads(first)
     order = np.frombuffer(rest, "<u4", head["documents"])
     documents = [b""] * len(order)
-    for number, document in zip(order.tolist(), rest[order.nbytes :].split(_END), strict=False):
-        documents[number] = document + _END
+    for number, document in zip(order.tolist(), rest[order.nbytes :].split(END), strict=False):
+        documents[number] = document + END
     texts = [b"".join(documents[: head["train"]]), b"".join(documents[head["train"] :])]
     _check(texts, facts)
     output.mkdir(parents=True, exist_ok=True)
@@ -101,17 +100,6 @@ def unpack(folders: Sequence[Path], output: Path) -> dict[str, Any]:
         new.write_bytes(data)
         new.replace(output / name)
     return facts  # type: ignore[no-any-return]
-
-
-def _facts(folder: Path) -> dict[str, Any]:
-    path = folder / "corpus.json"
-    if not path.exists():
-        raise ValueError(f"there is no text in {folder}: python -m benchmarks corpus builds it")
-    return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
-
-
-def _mark(facts: dict[str, Any]) -> str:
-    return str(facts["train"]["sha256"][:8])
 
 
 def _check(texts: Sequence[bytes], facts: dict[str, Any]) -> None:

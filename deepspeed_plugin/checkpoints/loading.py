@@ -68,8 +68,7 @@ def load_checkpoint(
         loaded = load_by_name(engine, checkpoint, plan)
     else:
         loaded = _load_by_deepspeed(original, engine, load_dir, tag, plan)
-    layout = getattr(getattr(engine.basic_optimizer, "planner", None), "source", None)
-    if isinstance(layout, DeepSpeedLayout) and loaded[0] is not None:
+    if (layout := _layout_of(engine)) is not None and loaded[0] is not None:
         layout.forget_gradients()  # of the weights that were replaced
     return loaded
 
@@ -113,10 +112,15 @@ def _sub_groups_of(engine: DeepSpeedEngine) -> tuple[int, ...]:
     return sizes[0]
 
 
-def _order_of(engine: DeepSpeedEngine) -> Order | None:
+def _layout_of(engine: DeepSpeedEngine) -> DeepSpeedLayout | None:
     optimizer = engine.basic_optimizer
     layout = optimizer.planner.source if isinstance(optimizer, ShardedOptimizer) else None
-    groups = layout.order() if isinstance(layout, DeepSpeedLayout) else None
+    return layout if isinstance(layout, DeepSpeedLayout) else None
+
+
+def _order_of(engine: DeepSpeedEngine) -> Order | None:
+    layout = _layout_of(engine)
+    groups = None if layout is None else layout.order()
     return None if groups is None else (tuple(engine.module.state_dict()), tuple(map(len, groups)))
 
 

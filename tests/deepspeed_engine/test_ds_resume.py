@@ -100,6 +100,20 @@ def test_buffers_in_8_bits_on_another_layout(tmp_path: Path) -> None:
 # --- rolled back -----------------------------------------------------------------------------------------------------
 
 
+def _next_steps(engine: Any, rank: int, world: int) -> tuple[str, dict[str, np.ndarray]]:
+    """States and weights after the two steps that follow the checkpoint."""
+    for step in range(2, 4):
+        ds.train_step(engine, rank, world, step)
+    return ds.digest(engine.basic_optimizer), ds.model_weights(engine)
+
+
+def _check_alike(job: ds.Job, results: list[tuple[str, dict[str, np.ndarray]]]) -> None:
+    (digest, weights), *others = results
+    for found_digest, found_weights in others:
+        assert all(np.array_equal(found_weights[name], weights[name]) for name in weights), job
+        assert found_digest == digest, job
+
+
 def _roll_back(rank: int, world: int, jobs: list[ds.Job], folder: str) -> list[list[tuple[str, dict[str, np.ndarray]]]]:
     """What comes after a checkpoint at first, and once it is loaded while micro-batches wait for their step."""
     get_accelerator().is_fp16_supported = lambda: True
@@ -113,9 +127,7 @@ def _roll_back(rank: int, world: int, jobs: list[ds.Job], folder: str) -> list[l
             if waiting:
                 ds.accumulate(engine, rank, world, 8, waiting)
                 engine.load_checkpoint(f"{folder}/{index}")
-            for step in range(2, 4):
-                ds.train_step(engine, rank, world, step)
-            results.append((ds.digest(engine.basic_optimizer), ds.model_weights(engine)))
+            results.append(_next_steps(engine, rank, world))
         engine.destroy()
         found.append(results)
     return found
@@ -147,10 +159,8 @@ EVERYWHERE = [
 def test_a_run_rolls_back_bitwise(tmp_path: Path, jobs: list[ds.Job]) -> None:
     """DeepSpeed itself adds gradients of the weights before to those of the weights that it has loaded."""
     for found in run_ranks(2, _roll_back, jobs, str(tmp_path)):
-        for job, ((digest, weights), *others) in zip(jobs, found, strict=True):
-            for found_digest, found_weights in others:
-                assert all(np.array_equal(found_weights[name], weights[name]) for name in weights), job
-                assert found_digest == digest, job
+        for job, results in zip(jobs, found, strict=True):
+            _check_alike(job, results)
 
 
 def _from_elsewhere(rank: int, world: int, jobs: list[ds.Job], folder: str) -> list[list[tuple[str, Any]]]:
@@ -168,9 +178,7 @@ def _from_elsewhere(rank: int, world: int, jobs: list[ds.Job], folder: str) -> l
             for step in range(trained):
                 ds.train_step(engine, rank, world, step)
             engine.load_checkpoint(f"{folder}/{index}")
-            for step in range(2, 4):
-                ds.train_step(engine, rank, world, step)
-            results.append((ds.digest(engine.basic_optimizer), ds.model_weights(engine)))
+            results.append(_next_steps(engine, rank, world))
             engine.destroy()
         found.append(results)
     return found
@@ -180,6 +188,5 @@ def test_a_run_goes_on_with_a_checkpoint_of_another_stage(tmp_path: Path) -> Non
     """MKOR has left a layer out by then: its plan is that of other matrices."""
     jobs = [_of_stage(3), _of_stage(0, name="LDAdam")]
     for found in run_ranks(2, _from_elsewhere, jobs, str(tmp_path)):
-        for job, ((digest, weights), (found_digest, found_weights)) in zip(jobs, found, strict=True):
-            assert all(np.array_equal(found_weights[name], weights[name]) for name in weights), job
-            assert found_digest == digest, job
+        for job, results in zip(jobs, found, strict=True):
+            _check_alike(job, results)
