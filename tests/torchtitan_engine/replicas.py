@@ -153,13 +153,17 @@ class Replica:
             lambda: {key: ask() for key, ask in asked.items()},
         )
 
-    def step(self, dies: bool = False) -> bool:
-        """One step, as the trainer takes it; whether it counted."""
+    def step(self, mark: Path | None = None) -> bool:
+        """One step, as the trainer takes it; whether it counted. With a mark, wait amid it to be killed.
+
+        The ranks are killed together from outside: one that found the other dead would end in an error instead.
+        """
         number = self.manager.current_step()
         self.optimizers.zero_grad()
-        if dies:
+        if mark:
             self.manager.wait_quorum()
-            os.kill(os.getpid(), signal.SIGKILL)
+            mark.touch()
+            signal.pause()
         backward(self.model, number, self.number)
         self.optimizers.step()
         used = {"step": self.manager.current_step() - 1, "of": self.manager.num_participants()}
@@ -177,16 +181,22 @@ class Replica:
         return next((at for at, record in enumerate(reversed(self.records)) if record["of"] < 2), len(self.records))
 
 
+def _mark(folder: str | Path, rank: int) -> Path:
+    """The file that says that a rank of the victim waits to be killed."""
+    return Path(folder, f"victim-{rank}.waits")
+
+
 def replica(rank: int, name: str, options: Options, folder: str) -> None:
     """Train until both replicas have taken enough steps together, once more after the loss of one; or die then."""
     made = Replica(int(name != "survivor"), options, SEEDS[name], resumes=name != "joining")
     met = lost = name == "joining"
+    mark = _mark(folder, rank)
     begun = time.monotonic()
     with Path(folder, f"{name}-{rank}.jsonl").open("w") as file:
         while not (lost and made.together() == TOGETHER):
             assert time.monotonic() - begun < TIMEOUT, made.records
             met = met or made.together() == TOGETHER
-            if made.step(dies=name == "victim" and met):
+            if made.step(mark if name == "victim" and met else None):
                 print(json.dumps(made.records[-1]), file=file, flush=True)
                 if made.records[-1]["of"] == 1:
                     lost = met
@@ -229,10 +239,21 @@ def _begin(function: Callable[..., None], *args: Any, **environment: str) -> lis
     return ranks
 
 
-def _end(ranks: list[Any], code: int = 0) -> None:
+def _end(ranks: list[Any]) -> None:
     for process in ranks:
         process.join(TIMEOUT)
-        assert process.exitcode == code, process.exitcode
+        assert process.exitcode == 0, process.exitcode
+
+
+def _kill(ranks: list[Any], folder: Path) -> None:
+    """Kill a replica once all of its ranks wait for it."""
+    begun = time.monotonic()
+    while not all(_mark(folder, rank).exists() for rank in range(WORLD)):
+        assert time.monotonic() - begun < TIMEOUT and all(process.is_alive() for process in ranks)
+        time.sleep(0.01)
+    for process in ranks:
+        process.kill()
+        process.join()
 
 
 def run(options: Options, folder: Path) -> None:
@@ -247,7 +268,7 @@ def run(options: Options, folder: Path) -> None:
     try:
         started += (survivor := begin("survivor", options, str(folder)))
         started += (victim := begin("victim", options, str(folder)))
-        _end(victim, -signal.SIGKILL)
+        _kill(victim, folder)
         started += (joining := begin("joining", options, str(folder)))
         _end(survivor)
         _end(joining)
