@@ -9,9 +9,11 @@ import os
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -101,6 +103,13 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = T
                 if process.is_alive():
                     process.kill()
                     process.join()
+
+
+@contextmanager
+def forked_ranks() -> Iterator[None]:
+    """Ranks that a measurement spawns are forked instead, from this process, which has imported what they need."""
+    with mock.patch.object(mp, "spawn", functools.partial(mp.start_processes, start_method="fork")):
+        yield
 
 
 def _collect(receivers: list[Any], timeout: float) -> list[Any]:

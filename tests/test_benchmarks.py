@@ -18,7 +18,7 @@ from benchmarks.models import fill_gradients, layer_set
 from benchmarks.orthogonality import measure_errors, measure_times, newton_schulz_page
 from benchmarks.performance import performance_page
 from benchmarks.products import measure_products, products_of
-from tests.ranks import run_ranks
+from tests.ranks import forked_ranks, run_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -115,7 +115,8 @@ def test_pieces_hold_every_element_once(world: int) -> None:
 @pytest.mark.slow
 def test_communication_of_real_ranks(tmp_path: Path) -> None:
     names = ["MARS-AdamW", "MKOR"]
-    rows = measure_communication("tiny", CPU, 2, 1, names)
+    with forked_ranks():
+        rows = measure_communication("tiny", CPU, 2, 1, names)
     assert [row["name"] for row in rows] == names
     for row in rows:
         assert 0.0 < row["waited_seconds"] <= row["most_waited_seconds"] < row["seconds"]

@@ -76,7 +76,7 @@ def _fingerprint(run: Run) -> dict[str, str]:
             # A copy: FSDP2 could not free memory that numpy has seen.
             return local.clone().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         if isinstance(value, Mapping):
-            return b"".join(str(key).encode() + of(item) for key, item in sorted(value.items(), key=str))
+            return b"".join(str(key).encode() + of(value[key]) for key in sorted(value, key=str))
         return repr(value).encode()
 
     inner = run.inner

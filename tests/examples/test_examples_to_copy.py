@@ -74,7 +74,10 @@ def test_a_llama_is_pretrained_and_resumed(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "kind"), [("--lora 4", "MARS-AdamW"), ("", "LDAdam")])
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [("--lora 4", "MARS-AdamW"), pytest.param("", "LDAdam", marks=pytest.mark.exhaustive)],
+)
 def test_a_model_is_fine_tuned(words: str, kind: str, tmp_path: Path) -> None:
     """Under LoRA all that is trained are matrices of adapters."""
     said = started(tmp_path, f"python finetune_trainer.py --tiny --steps 10 --length 64 --lr 1e-2 {words}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ranks import once
+from ranks import forked_ranks, once
 
 from benchmarks.sharded import CONTENDERS, OURS, measure_sharded, sharded_page
 
@@ -16,7 +16,8 @@ FURTHER = ("MARS-AdamW", "MARS-M")
 @once
 def measured(chosen: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     names = [name for name in CONTENDERS if name.partition(", as ZeRO")[0] in chosen]
-    return {row["name"]: row for row in measure_sharded(2, ("AdamW (torch), foreach", *names))}
+    with forked_ranks():
+        return {row["name"]: row for row in measure_sharded(2, ("AdamW (torch), foreach", *names))}
 
 
 @pytest.mark.slow

@@ -183,6 +183,6 @@ def test_processes_that_start_together_build_once(cache: Path, tmp_path: Path, m
     body = f'case "$*" in *--version*) ;; *) echo built >> {calls};; esac\nexec c++ "$@"'
     monkeypatch.setenv("CXX", _compiler(tmp_path, body))
     program = "from rankwise.kernels import native; assert native.is_available()"
-    processes = [subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=dict(os.environ)) for _ in range(3)]
-    assert [process.wait(timeout=120) for process in processes] == [0, 0, 0]
+    processes = [subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=dict(os.environ)) for _ in range(2)]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
     assert calls.read_text().split() == ["built"]
