@@ -28,7 +28,7 @@ assert group() is None
 """
 
 
-@pytest.mark.parametrize("name", ["SONew", "MARS"])
+@pytest.mark.parametrize("name", ["SONew", pytest.param("MARS", marks=pytest.mark.exhaustive)])
 def test_torch_keeps_no_group_since_ours_was_imported(name: str, tmp_path: Path) -> None:
     """The first optimizer makes torch import defaults that hold the group of that moment."""
     subprocess.run([sys.executable, "-c", _FRESH, name], check=True, timeout=240, cwd=Path(__file__).parents[2])

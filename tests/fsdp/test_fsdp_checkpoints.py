@@ -129,6 +129,7 @@ MOVES = [
 BY_HAND = (
     *(("rows-3", "rows-3", True), ("hybrid-4", "hybrid-4", False), ("rows-2", "rows-4", True)),
     *(("tensor-4", "tensor-4", False), ("hybrid-4", "rows-3", False), ("rows-3", None, False), (None, None, True)),
+    ("ddp", "ddp", False),
 )
 """Moves of which others show as much, for CI."""
 
