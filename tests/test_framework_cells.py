@@ -149,6 +149,7 @@ TWO = [
 ]
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_step_of_the_sharded_run_is_red(tmp_path: Path) -> None:
     """Each rank lies about the learning rate of what it is compared with: the cell says so."""
     place = Place("cpu", str(tmp_path))

@@ -187,6 +187,12 @@ def test_megatron_trains_the_same_model_and_leaves_the_same_table(text: Path, tm
     whole = summary_of(megatron_settings("llama", "mars-m", 1, text, tmp_path))
     assert divided["validation_loss"] == pytest.approx(whole["validation_loss"], abs=1e-4)
     assert divided["parameters"] == whole["parameters"]
+
+
+@pytest.mark.exhaustive
+def test_megatrons_distributed_optimizer_halves_the_baselines_moments(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    pytest.importorskip("transformers")
     baseline = summary_of(megatron_settings("gpt2", "adamw", 1, text, tmp_path))
     moments = 4 * 2 * baseline["parameters"] / 2  # fp32, halved by the distributed optimizer
     assert moments <= baseline["state_bytes_per_rank"] <= moments * 1.1
