@@ -21,11 +21,12 @@ with mock.patch("torch._utils._get_available_device_type", return_value="cpu"):
     import torchtitan.tools.utils as tools
 
 from torch.nn import functional
-from torch.nn.attention.flex_attention import create_mask
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torchtitan import trainer as trainers
 from torchtitan.components import metrics
 from torchtitan.distributed import fsdp
 from torchtitan.distributed import utils as distributed_utils
+from torchtitan.models.common import attention
 from torchtitan.models.common.attention import FlexAttention
 
 from benchmarks.frameworks.titan_data import NoTokenizer, Rows
@@ -57,6 +58,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, scale: float
 
 metrics.build_device_memory_monitor = _NoMemory
 FlexAttention._compiled_flex_attn = staticmethod(_attention)
+# Compiled, masks take a C++ compiler ten seconds in every fresh cache.
+attention._compiled_create_block_mask = create_block_mask
 
 
 def _no_division(model: nn.Module) -> None:
