@@ -15,6 +15,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -279,6 +280,23 @@ def test_a_run_that_another_process_does_is_left_to_it(tmp_path: Path) -> None:
     with runner._claimed(place.file(run)) as is_ours:
         assert is_ours and train(run, place) is None and train(replace(run, seed=2), place) is not None
     assert train(run, place) is not None and not list(tmp_path.iterdir())
+
+
+def test_a_lock_that_its_owner_removed_claims_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, locks = tmp_path / "run.pt", fcntl.flock
+
+    def late(lock: Any, how: int) -> None:
+        """The owner ends, and another process claims the run, between the opening of the file and its lock."""
+        monkeypatch.undo()
+        path.with_suffix(".lock").unlink()
+        another = claims.enter_context(path.with_suffix(".lock").open("w"))
+        locks(another, how)
+        locks(lock, how)
+
+    with ExitStack() as claims:
+        monkeypatch.setattr(fcntl, "flock", late)
+        with runner._claimed(path) as is_ours:
+            assert not is_ours
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])

@@ -201,6 +201,14 @@ def train(run: Run, place: Place = Place()) -> dict[str, Any] | None:  # noqa: B
             torch.cuda.empty_cache()
 
 
+def _still_at(path: Path, opened: int) -> bool:
+    """Whether a path still leads to an open file; its owner may have removed it before it was locked anew."""
+    try:
+        return os.path.samestat(os.fstat(opened), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 @contextmanager
 def _claimed(path: Path | None) -> Iterator[bool]:
     """Whether no other process is on a run that is put aside in a file; none can be until the end of the block."""
@@ -209,16 +217,20 @@ def _claimed(path: Path | None) -> Iterator[bool]:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(".lock")
-    with beside.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
+    while True:
+        with beside.open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            if not _still_at(beside, lock.fileno()):
+                continue
+            try:
+                yield True
+            finally:
+                beside.unlink(missing_ok=True)
             return
-        try:
-            yield True
-        finally:
-            beside.unlink(missing_ok=True)
 
 
 def _trained(run: Run, place: Place) -> dict[str, Any] | None:
