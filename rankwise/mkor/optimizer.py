@@ -309,7 +309,7 @@ class MKOR(ShardedOptimizer):
         return (*vectors, *([of_norm * matrices] * len(sides)))
 
     def _unit(self) -> StepUnit:
-        self.statistics.join_replicas()
+        self.statistics.join_replicas(self.needs_capture or self.needs_loss)
         if self.factor_steps.has_news:
             self.factor_steps.learn_before(self.planner.find(self.param_groups), self.param_groups)
         self.factor_steps.warn_of_unfrozen()

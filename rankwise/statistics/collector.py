@@ -264,8 +264,11 @@ class Collector:
             if any(id(weight) in replicated for weight in weights):
                 self._met = wrapper
 
-    def join_replicas(self) -> None:
+    def join_replicas(self, learns: bool) -> None:
         """Join the wrapper that was met, if any, as a step begins; a collective then.
+
+        Args:
+            learns: Whether steps depend on more of a rank's batches than gradients.
 
         Raises:
             OptionError: A rank has taken a step before, or ranks may stop at different steps; all ranks raise.
@@ -275,7 +278,8 @@ class Collector:
         if self._planner.source.group is not None:
             return
         if wrapper is None:
-            self._tell_of_ranks_apart()
+            if learns and not self._told_of_ranks:
+                self._tell_of_ranks_apart()
             return
         device = next(iter(self.records.values())).parameter.device
         begun = torch.tensor(float(bool(self._planner.units)), dtype=torch.float32, device=device)
@@ -301,16 +305,17 @@ class Collector:
             )
 
     def _tell_of_ranks_apart(self) -> None:
-        """Say once that no wrapper averages gradients: if the user does, copies would drift apart."""
+        """Say once that no ranks are known that average gradients: if some do, their copies would drift apart."""
         # FSDP2 finds out its ranks when a step is planned.
         whole = self._planner.is_plain and not self._planner.source.missing_alike
         ranks = dist.get_world_size() if dist.is_initialized() and whole else 1
-        if self.listens and ranks > 1 and not self._told_of_ranks:
+        if ranks > 1:
             self._told_of_ranks = True
             logger.warning(
-                "MKOR: no DistributedDataParallel runs the captured model, so each of the %d ranks preconditions by "
-                "the statistics of its own batches. If you average gradients yourself, copies drift apart: write "
-                "capture(model, averaged_over=group). If ranks train models of their own, nothing is wrong.",
+                "MKOR: no DistributedDataParallel is known, so each of the %d ranks learns statistics and losses of "
+                "its own batches alone. If gradients are averaged over ranks, copies drift apart: write "
+                "capture(ddp_model), or capture(model, averaged_over=group) where you average them yourself. If ranks "
+                "train models of their own, nothing is wrong.",
                 ranks,
             )
 

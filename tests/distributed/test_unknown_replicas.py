@@ -67,14 +67,16 @@ def test_a_wrapper_around_a_captured_model_is_found() -> None:
 def _by_hand(rank: int, world: int) -> dict[str, tuple[list[Tensor], int, int]]:
     """Weights where gradients were averaged with and without a wrapper, messages, and this rank's matrices."""
     found = {}
-    for name in ("wrapped", "by hand", "by hand, sketched", "untold", "sharded"):
+    for name in ("wrapped", "by hand", "by hand, sketched", "untold", "losses", "sharded"):
         model = _model()
         if name == "sharded":
             fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-        called = DistributedDataParallel(model) if name == "wrapped" else model
-        rule = {"rule": "sketch"} if "sketched" in name else {"update_interval": 1}
+        called = DistributedDataParallel(model) if name in ("wrapped", "losses") else model
+        sketch = {"rule": "sketch", "hybrid": name == "losses"}
+        rule = sketch if name in ("by hand, sketched", "losses") else {"update_interval": 1}
         optimizer = MKOR(model.named_parameters(), lr=0.1, **rule)
-        optimizer.capture(called, averaged_over=dist.group.WORLD if "by hand" in name else None)
+        if name != "losses":
+            optimizer.capture(called, averaged_over=dist.group.WORLD if "by hand" in name else None)
         with mock.patch.object(collector.logger, "warning") as warning:
             for index in range(3):
                 inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * index + rank))
@@ -92,10 +94,10 @@ def _by_hand(rank: int, world: int) -> dict[str, tuple[list[Tensor], int, int]]:
 
 def test_ranks_whose_gradients_the_user_averages_are_told_what_to_write() -> None:
     first, second = run_ranks(2, _by_hand)
-    assert {name: told for name, (_, told, _) in first.items() if told} == {"untold": 1}
+    assert {name: told for name, (_, told, _) in first.items() if told} == {"untold": 1, "losses": 1}
     for name, (weights, _, matrices) in first.items():
         assert all(map(torch.equal, weights, second[name][0])) == (name != "untold"), name
-        assert matrices == (2 if name == "untold" else 1), name
+        assert matrices == (2 if name in ("untold", "losses") else 1), name
     assert all(map(torch.equal, first["by hand"][0], first["wrapped"][0]))
 
 
