@@ -105,6 +105,8 @@ class _CpuForCuda(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if not kwargs and func not in _ASKING:  # nearly all calls
+            return func(*args)
         kwargs = kwargs or {}
         if func is Tensor.cuda or func is Tensor.pin_memory:
             return args[0]
@@ -117,6 +119,10 @@ class _CpuForCuda(TorchFunctionMode):
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         return func(*args, **kwargs)
+
+
+_ASKING = frozenset((Tensor.cuda, Tensor.pin_memory, Tensor.type, Tensor.to))
+"""What asks for the CUDA device, or names it, without arguments by name."""
 
 
 def _under(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""DeepSpeed on CPU processes: its compiler on the path, its extension built once, its log silent."""
+"""DeepSpeed on CPU processes: without the extension that only serves inference, its log silent."""
 
 from __future__ import annotations
 
@@ -9,8 +9,16 @@ import sys
 import warnings
 from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
-__all__ = ["choose_cpu", "prepare_ranks"]
+__all__ = ["NO_BUILD", "choose_cpu", "prepare_ranks"]
+
+NO_BUILD = {"CXX": "no-such-compiler"}
+"""Environment of our launchers' commands under which DeepSpeed builds no extension.
+
+It would build shared-memory collectives, which take a compiler a minute and no part in training. Our own kernels are
+compiled by another compiler then.
+"""
 
 
 def choose_cpu() -> None:
@@ -24,12 +32,7 @@ def choose_cpu() -> None:
 
 
 def prepare_ranks() -> None:
-    """Build the collectives' extension in this process, for forked ranks to inherit, and mute the library.
-
-    Without a compiler they do without it, as under our launcher.
-    """
-    from deepspeed.accelerator import get_accelerator
-
+    """Mute the library, and let forked ranks do without its collectives for inference, as without a compiler."""
     from rankwise.launch.environment import prepare_shm_build
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -39,6 +42,5 @@ def prepare_ranks() -> None:
         warnings.simplefilter("ignore")
         # Engines ask whether their optimizer is Muon: seconds of imports (of a compiler) that each rank would pay for.
         importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
-    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
-    if not prepare_shm_build() and builder is not None:
-        builder.load(verbose=False)
+    with mock.patch.dict(os.environ, NO_BUILD):
+        prepare_shm_build()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import io
 import os
 import pickle
 import tempfile
@@ -19,6 +20,7 @@ import torch.multiprocessing as mp
 
 TIMEOUT = 240.0
 
+_OF_NUMPY = (torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
 _KEPT = (Exception, pytest.fail.Exception, pytest.skip.Exception)
 """What :func:`once` keeps; a test that takes too long fails by the second."""
 
@@ -59,7 +61,19 @@ def _main(rank: int, world: int, store: str, results: Any, fn: Callable[..., Any
 
 def _send(results: Any, ok: bool, value: Any) -> None:
     # Tensors by value: multiprocessing would pass them by a handle that dies with this process.
-    results.send_bytes(pickle.dumps((ok, value)))
+    sent = io.BytesIO()
+    _Pickler(sent, pickle.HIGHEST_PROTOCOL).dump((ok, value))
+    results.send_bytes(sent.getbuffer())
+
+
+class _Pickler(pickle.Pickler):
+    """Takes a tenth of the time for tensors that numpy has a type for."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is torch.Tensor and value.dtype in _OF_NUMPY and value.device.type == "cpu":
+            if not (value.requires_grad or value.is_sparse):
+                return torch.from_numpy, (value.numpy(),)
+        return NotImplemented
 
 
 def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:

@@ -33,6 +33,12 @@ def sources(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax of a file, which nobody changes."""
+    return ast.parse(path.read_text())
+
+
 def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
     """Absolute names of everything a file imports, wherever in it; also by importlib with a literal name."""
     package = module.split(".") if is_package else module.split(".")[:-1]
@@ -49,8 +55,9 @@ def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int,
                 yield node.lineno, node.args[0].value
 
 
+@functools.cache
 def imports_of(path: Path) -> list[tuple[int, str]]:
-    return list(imports(ast.parse(path.read_text()), module_name(path), path.name == "__init__.py"))
+    return list(imports(parsed(path), module_name(path), path.name == "__init__.py"))
 
 
 def within(name: str, *packages: str) -> bool:
@@ -236,7 +243,7 @@ def named_frameworks(tree: ast.AST) -> list[str]:
 
 @pytest.mark.parametrize("path", sources("rankwise"), ids=module_name)
 def test_the_core_names_no_framework_but_in_one_table(path: Path) -> None:
-    named = named_frameworks(ast.parse(path.read_text()))
+    named = named_frameworks(parsed(path))
     assert bool(named) == (path == ROOT / "rankwise/frameworks.py"), named
 
 
@@ -288,7 +295,7 @@ READS = {
 
 @pytest.mark.parametrize("path", STEP_PATH, ids=lambda path: "/".join(path.parts[-2:]))
 def test_the_step_reads_nothing_back(path: Path) -> None:
-    found = [read.split(": ")[1] for read in host_reads(ast.parse(path.read_text()))]
+    found = [read.split(": ")[1] for read in host_reads(parsed(path))]
     assert sorted(found) == sorted(READS.get("/".join(path.parts[-2:]), []))
 
 
@@ -350,7 +357,7 @@ CORE = sources(
 
 @pytest.mark.parametrize("path", CORE, ids=lambda path: "/".join(path.parts[-2:]))
 def test_nothing_is_set_before_the_base_class_is_built(path: Path) -> None:
-    assert set_early(ast.parse(path.read_text())) == []
+    assert set_early(parsed(path)) == []
 
 
 def reached_into(tree: ast.AST, own: frozenset[str]) -> list[str]:
@@ -363,7 +370,7 @@ def private_names() -> frozenset[str]:
     """Of attributes and methods in the core."""
     found = set()
     for path in CORE:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef):
                 found.add(node.name)
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
@@ -374,7 +381,7 @@ def private_names() -> frozenset[str]:
 def test_no_held_object_reaches_into_another() -> None:
     own = private_names()
     assert "_update" in own
-    found = {str(path): reached_into(ast.parse(path.read_text()), own) for path in CORE}
+    found = {str(path): reached_into(parsed(path), own) for path in CORE}
     assert {path: names for path, names in found.items() if names} == {}
 
 
@@ -398,9 +405,7 @@ def is_matrix_rule(tree: ast.AST) -> bool:
 
 def rule_files() -> list[Path]:
     """The papers' rules, and what steps matrices by them."""
-    return [
-        path for path in sources("rankwise") if path.name == "rule.py" or is_matrix_rule(ast.parse(path.read_text()))
-    ]
+    return [path for path in sources("rankwise") if path.name == "rule.py" or is_matrix_rule(parsed(path))]
 
 
 def backends_known(names: list[tuple[int, str]]) -> list[str]:
@@ -419,7 +424,7 @@ def test_rules_know_neither_backend_nor_exchange() -> None:
     for path in rule_files():
         assert backends_known(imports_of(path)) == [], path
         assert not {"kernels", "exchange", "one_by_one"} & {
-            node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)
+            node.attr for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute)
         }, path
 
 
@@ -499,7 +504,7 @@ def test_a_name_means_one_file() -> None:
 
 
 def test_a_name_means_one_class() -> None:
-    trees = [(module_name(path), ast.parse(path.read_text())) for path in sources(*PACKAGES)]
+    trees = [(module_name(path), parsed(path)) for path in sources(*PACKAGES)]
     classes = [(n.name, module) for module, tree in trees for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
     assert shared_names(classes) == {}
     assert shared_names([("Side", "a"), ("Other", "a"), ("Side", "b")]) == {"Side": ["a", "b"]}
@@ -539,7 +544,7 @@ def too_large(tree: ast.Module) -> list[str]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_functions_are_small(package: str) -> None:
-    found = {str(path.relative_to(ROOT)): too_large(ast.parse(path.read_text())) for path in sources(package)}
+    found = {str(path.relative_to(ROOT)): too_large(parsed(path)) for path in sources(package)}
     assert {path: functions for path, functions in found.items() if functions} == {}
 
 
@@ -562,7 +567,7 @@ def referred_to(text: str) -> list[str]:
 def defined_in(path: Path) -> set[str]:
     """Names that a module defines or imports, with its classes' members, and its own."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -650,7 +655,7 @@ def made_by_default(tree: ast.AST) -> list[str]:
 def test_tensors_are_made_with_device_and_type(package: str) -> None:
     """Scripts set another default device than the weights', and another default type; a table of addresses that lands
     elsewhere ends the process."""
-    found = {str(path.relative_to(ROOT)): made_by_default(ast.parse(path.read_text())) for path in sources(package)}
+    found = {str(path.relative_to(ROOT)): made_by_default(parsed(path)) for path in sources(package)}
     assert {path: places for path, places in found.items() if places} == {}
 
 
@@ -684,7 +689,7 @@ def test_compiled_functions_get_their_addresses_from_one_place() -> None:
     """It looks on which device they lie."""
     ours = [path for path in sources("rankwise") if path.name == "native.py" or path.parent.name == "native"]
     assert {path.parent.name for path in ours} >= {"native", "mkor", "sonew"}
-    found = {path.name: addresses_taken(ast.parse(path.read_text())) for path in ours}
+    found = {path.name: addresses_taken(parsed(path)) for path in ours}
     assert len(found.pop("arrays.py")) == 2
     assert not any(found.values()), found
     assert addresses_taken(ast.parse("x.data_ptr()\nmap(Tensor.data_ptr, y)")) == ["1", "2"]
@@ -721,6 +726,6 @@ def communicating(tree: ast.AST) -> set[str]:
 def test_what_may_communicate_of_statistics_is_listed() -> None:
     found = {}
     for path in [*sources("rankwise/statistics"), *sources("rankwise/mkor")]:
-        if names := communicating(ast.parse(path.read_text())):
+        if names := communicating(parsed(path)):
             found[module_name(path)] = names
     assert found == MAY_COMMUNICATE

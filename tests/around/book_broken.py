@@ -23,7 +23,7 @@ class Broken(DDP):
 
     @classmethod
     def start(cls) -> None:
-        book_ranks.PATIENCE = 8.0
+        book_ranks.PATIENCE = 4.0
 
     @staticmethod
     def jobs() -> list[Any]:

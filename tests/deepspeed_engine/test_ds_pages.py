@@ -67,6 +67,7 @@ import sys
 import deepspeed
 import torch
 
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # a minute of a compiler
 for stage, name in enumerate(sys.argv[1:]):
     config = {"train_batch_size": 1, "zero_optimization": {"stage": stage % 4}, "optimizer": {"type": name}}
     model = torch.nn.Linear(4, 4)

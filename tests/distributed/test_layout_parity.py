@@ -13,12 +13,12 @@ F64, F32 = torch.float64, torch.float32
 STEPS = 6  # two of which move MKOR's factors
 Names, Cells = tuple[str, ...], dict[tuple[int, torch.dtype], tuple[str, ...]]
 # The sharper type everywhere, the other one where all is cut; what tensor parallelism cuts at two and at four ranks,
-# where copies and pieces of shards come in, the rest at up to three.
+# where copies and pieces of shards come in, the rest at three, which cut a matrix in the middle of a row.
 CUT = tuple(layout for layout in LAYOUTS if not layout.startswith("tensor"))
 CELLS: Cells = {
-    (2, F64): LAYOUTS,
+    (2, F64): tuple(layout for layout in LAYOUTS if layout not in CUT),
     (3, F64): CUT,
-    (4, F64): ("cut", "tensor", "tensor_copies"),
+    (4, F64): ("tensor", "tensor_copies"),
     (2, F32): ("cut",),
 }
 WHOLE: Cells = dict.fromkeys([(1, F64), (2, F64), (3, F64), (4, F64), (2, F32), (3, F32)], LAYOUTS)

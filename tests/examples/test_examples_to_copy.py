@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cpu_deepspeed import NO_BUILD
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -29,7 +30,7 @@ def started(folder: Path, command: str, **variables: str) -> str:
     done = subprocess.run(
         shlex.split(command),
         cwd=folder,
-        env={**environment, **variables},
+        env={**environment, **NO_BUILD, **variables},
         capture_output=True,
         text=True,
         timeout=540,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cpu_deepspeed import NO_BUILD
 from example_rules import EXAMPLES, load
 
 from rankwise.extension import MatrixOptimizer, OptionError, Options, register, shared, unregister
@@ -169,7 +170,8 @@ torch.distributed.destroy_process_group()
 
 
 def command(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "DS_ACCELERATOR": "cpu", **variables}
+    told = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "DS_ACCELERATOR": "cpu", **NO_BUILD}
+    environment = {**os.environ, **told, **variables}
     environment = {name: value for name, value in environment.items() if name not in ("RANK", "WORLD_SIZE")}
     whole = [sys.executable, "-m", "rankwise.launch.cli", *arguments]
     return subprocess.run(whole, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)

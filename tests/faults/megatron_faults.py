@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron_cells import Cell
-from megatron_harness import Trainer, opened, trained
+from megatron_harness import Trainer, opened
 from megatron_types import maker
 from seeing import Sentences, told
 
@@ -69,7 +69,7 @@ def seen_by_megatron(rank: int, world: int, root: str) -> Sentences:
     megatron_patches.apply()
     folder, found = Path(root), {}
     with cpu_megatron(), opened(CELL, maker("ldadam")) as trainer:
-        trained(trainer, STEPS)
+        trainer.advance(STEPS)
         for name in ("good", "full"):
             if rank == 0:
                 (folder / name).mkdir()
@@ -83,7 +83,7 @@ def seen_by_megatron(rank: int, world: int, root: str) -> Sentences:
         raised = _try(lambda: trainer.save(folder / "full"))
         held = _same(before, _bytes(trainer))
         found["full disk, Megatron"] = told({"all ranks raise": bool(raised), "the run still holds its states": held})
-        trained(trainer, 1)
+        trainer.advance(1)
         straight = _of_elements(_bytes(trainer))
         before = _bytes(trainer)
         for name in ("truncated", "emptied", "gone"):
@@ -98,7 +98,7 @@ def seen_by_megatron(rank: int, world: int, root: str) -> Sentences:
             found[f"{name}, Megatron"] = told({REFUSED: refused, "nothing has changed": same})
     with cpu_megatron(), opened(CELL, maker("ldadam")) as trainer:
         trainer.load(folder / "good")
-        trained(trainer, 1)
+        trainer.advance(1)
         continues = _same(straight, _of_elements(_bytes(trainer)))
         again = told({"the previous checkpoint continues bit for bit": continues})
     found["full disk, Megatron"] += f"; {again}"

@@ -18,8 +18,8 @@ EXACT = [case for case in CLASSES if "8bit" not in case]
 # Of the others there is one of each kind; test_fsdp_grid has every type in every setting.
 KINDS = ["mars-adamw", "mars-m", "sonew-4", "ldadam", "mkor-h"]
 ALL = ("rows-3", "tensor-2")
-# Their kinds of meshes are run on two ranks in any case.
-LONG = ("experts-4", "strided-experts-4")
+# Their kinds of meshes are run on two or three ranks in any case.
+LONG = ("experts-4", "strided-experts-4", "rows-4")
 CELLS = {(setting, F64): EXACT if setting in ALL else KINDS for setting in SETTINGS}
 CELLS[("rows-3", F32)] = [*KINDS, "ldadam-8bit"]
 Weights = dict[str, Tensor]

@@ -31,6 +31,13 @@ os.remove(sys.argv[1])
 """
 
 
+@pytest.fixture(autouse=True)
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for long."""
+    monkeypatch.setattr(abandoned_locks, "_RELEASING", 0.5)
+    monkeypatch.setattr(abandoned_locks, "_SAYING", 0.5)
+
+
 def holder(lock: Path, seconds: float) -> subprocess.Popen[str]:
     """Another process that builds for so long; it does with the file what torch does."""
     command = [sys.executable, "-c", HOLDER, str(lock), str(seconds)]

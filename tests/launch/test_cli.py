@@ -299,7 +299,14 @@ def test_explain_and_list_tell_programs_the_same() -> None:
     assert status == 0 and {row["name"] for row in json.loads(output)} == set(CHOICES)
 
 
-@pytest.mark.parametrize("asked", [["list", "--markdown"], ["explain", "--optimizer", "mkor"], ["explain", "--json"]])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["list", "--markdown"],
+        ["explain", "--optimizer", "mkor"],
+        pytest.param(["explain", "--json"], marks=pytest.mark.exhaustive),
+    ],
+)
 def test_whoever_reads_may_stop(asked: list[str]) -> None:
     """As in ``rankwise list | head -1``: no traceback."""
     pytest.importorskip("transformers")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cpu_deepspeed import NO_BUILD
 from torch.multiprocessing import start_processes
 
 from rankwise.launch.comparing.logs import read_runs
@@ -31,7 +32,7 @@ OURS = pytest.param("rankwise", marks=pytest.mark.exhaustive)
 
 
 def command(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", **variables}
+    environment = {**os.environ, **NO_BUILD, "OMP_NUM_THREADS": "1", "COLUMNS": "120", **variables}
     environment = {name: value for name, value in environment.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
         [sys.executable, "-m", "rankwise.launch.cli", *arguments],
@@ -53,12 +54,9 @@ def text(tmp_path: Path) -> Path:
 
 
 def left_behind_lock(folder: Path) -> Path:
-    """A lock as a killed job leaves it, beside the compiled collectives if there are any."""
-    from torch.utils import cpp_extension
-
-    name = "deepspeed_shm_comm"
-    shutil.copytree(cpp_extension._get_build_directory(name, False), folder / name)
-    lock = folder / name / "lock"
+    """A lock as a killed job leaves it where DeepSpeed builds its collectives."""
+    lock = folder / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
     lock.touch()
     return lock
 
@@ -67,7 +65,16 @@ SMALL = "--device cpu --layers 1 --hidden 32 --heads 2 --seq-len 32 --validation
 
 
 @pytest.mark.slow
-def test_two_ranks_train_and_leave_a_table_and_a_plot(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "compiler",
+    [
+        NO_BUILD,
+        # A minute of its own: of such a lock `test_waits_at_start.py` tells.
+        pytest.param({"CXX": "c++"}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_two_ranks_train_and_leave_a_table_and_a_plot(compiler: dict[str, str], text: Path, tmp_path: Path) -> None:
+    """Also beside a lock, which is looked for where something is built."""
     pytest.importorskip("deepspeed")
     own = tmp_path / "ds.json"
     own.write_text(
@@ -85,10 +92,12 @@ def test_two_ranks_train_and_leave_a_table_and_a_plot(text: Path, tmp_path: Path
         *("--data", str(text), "--output", "out", *SMALL),
         cwd=tmp_path,
         TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"),
+        **compiler,
     )
     assert result.returncode == 0, result.stderr[-4000:]
-    # Where nothing can be built, nobody looks for locks.
-    assert missing_build_tools() or (not lock.exists() and result.stderr.count(f"removed {lock}") == 1)
+    built = compiler is not NO_BUILD and not missing_build_tools()
+    assert (not lock.exists()) == built and result.stderr.count(f"removed {lock}") == built
+    assert bool(list(lock.parent.glob("*.so"))) == built
     assert "validation" in result.stdout and "unigram" in result.stdout
     # Not a terminal: lines, and no bar.
     assert re.findall(r"^adamw: step (\d+)/3, loss \d\.\d+, [\d,]+ tokens/s", result.stdout, re.MULTILINE) == ["3"]
@@ -123,20 +132,6 @@ def test_losses_do_not_depend_on_the_number_of_ranks(text: Path, tmp_path: Path)
         assert result.returncode == 0, result.stderr[-4000:]
         losses.append(json.loads((tmp_path / f"out{ranks}/adamw/summary.json").read_text())["validation_loss"])
     assert losses[0] == pytest.approx(losses[1], abs=2e-5)
-
-
-@pytest.mark.exhaustive
-def test_training_goes_on_without_a_compiler(text: Path, tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
-    empty = tmp_path / "extensions"
-    result = command(
-        *("train", "--optimizer", "adamw", "--steps", "1", "--data", str(text), "--output", "out", *SMALL),
-        cwd=tmp_path,
-        CXX="no-such-compiler",
-        TORCH_EXTENSIONS_DIR=str(empty),
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert not empty.exists() or not list(empty.rglob("*.so"))
 
 
 def megatron_settings(family: str, optimizer: str, tp: int, text: Path, tmp_path: Path) -> Settings:
@@ -241,7 +236,7 @@ def test_unedited_script_trains_with_our_type(launcher: str, tmp_path: Path) -> 
         result = subprocess.run(
             [sys.executable, "-m", module, *flags, "--module", "rankwise.launch.shim", *script],
             cwd=tmp_path,
-            env=rank_environment(2, cpu=True),
+            env=rank_environment(2, cpu=True) | NO_BUILD,
             capture_output=True,
             text=True,
             timeout=300,

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from cpu_deepspeed import NO_BUILD
 from typer.testing import CliRunner
 
 from rankwise.launch.cli import app
@@ -21,7 +22,7 @@ RANKWISE = f"{sys.executable} -m rankwise"
 
 
 def shell(line: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    given = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    given = {**os.environ, **NO_BUILD, "OMP_NUM_THREADS": "1", **environment}
     words = ["bash", "-o", "pipefail", "-c", line.replace("rankwise", RANKWISE, 1)]
     return subprocess.run(words, cwd=folder, env=given, capture_output=True, text=True, timeout=120)
 
@@ -87,6 +88,7 @@ def test_signals_end_train_and_its_ranks(group: bool, text: Path, tmp_path: Path
     with subprocess.Popen(
         words,
         cwd=tmp_path,
+        env={**os.environ, **NO_BUILD},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -30,7 +30,10 @@ print("built")
 
 
 @pytest.fixture
-def watched() -> Iterator[None]:
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nobody waits for long."""
+    monkeypatch.setattr(abandoned_locks, "_RELEASING", 0.5)
+    monkeypatch.setattr(abandoned_locks, "_SAYING", 0.5)
     was = bool(abandoned_locks._stock)
     abandoned_locks.watch_builds()
     abandoned_locks.watch_builds()

@@ -224,6 +224,12 @@ class Trainer:
         loss = torch.stack([entry["loss"] for entry in reported]).mean().item() if reported else None
         return loss, float(norm) if done else None
 
+    def advance(self, steps: int) -> None:
+        """Train some steps more, of which nobody asks for the weights."""
+        for _ in range(steps):
+            self.train_step()
+        self.gather_params()
+
     def clear_gradients(self) -> None:
         """What Megatron's loop does before the first forward pass of a step."""
         for chunk in self.chunks:

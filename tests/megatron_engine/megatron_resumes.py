@@ -31,7 +31,7 @@ def save(rank: int, world: int, jobs: list[Job], folder: Path) -> list[Result | 
             target = folder / str(index)
             target.mkdir(exist_ok=True)
             with opened(cell, maker(name), *kind) as trainer:
-                trained(trainer, BEFORE)
+                trainer.advance(BEFORE)
                 trainer.save(target)
                 found.append(trained(trainer, AFTER))
     return found
@@ -57,7 +57,7 @@ def roll_back(rank: int, world: int, jobs: list[Job], folder: Path) -> list[tupl
             target = folder / str(index)
             target.mkdir(exist_ok=True)
             with opened(cell, maker(name)) as trainer:
-                trained(trainer, BEFORE)
+                trainer.advance(BEFORE)
                 trainer.save(target)
                 whole = trained(trainer, AFTER)
                 trainer.load(target)

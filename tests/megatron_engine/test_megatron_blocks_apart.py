@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from megatron_cells import DISTRIBUTED, DTYPES, HEADS, HIDDEN, LATENT, Cell
-from megatron_harness import Trainer, opened, trained
+from megatron_harness import Trainer, opened
 from megatron_latent import LatentTrainer, any_megatron
 from megatron_statistics import Seen, inner_optimizers, watch
 from megatron_types import TYPES, maker
@@ -250,7 +250,7 @@ def _divided_otherwise(rank: int, world: int, folder: Path) -> dict[str, set[str
             (folder / name).mkdir(exist_ok=True)
             options = {"rank": 4} if name == "ldadam" else {}
             with opened(cell, maker(name, blocks={"*": "none"}, **options)) as trainer:
-                trained(trainer, 1)
+                trainer.advance(1)
                 trainer.save(folder / name)
             with opened(cell, maker(name, **options)) as trainer:
                 trainer.load(folder / name)
@@ -261,7 +261,7 @@ def _divided_otherwise(rank: int, world: int, folder: Path) -> dict[str, set[str
                     for state in states
                     if key.startswith("decoder.layers.0") and bool(states[state].count_nonzero())
                 }
-                trained(trainer, 1)
+                trainer.advance(1)
     return found
 
 

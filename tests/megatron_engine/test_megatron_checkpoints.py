@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 from megatron_cells import DISTRIBUTED, MOE, OVERLAPPED, Cell
-from megatron_harness import Result, largest_gap, opened, trained
+from megatron_harness import Result, largest_gap, opened
 from megatron_resumes import resume, roll_back, save
 from megatron_types import TYPES, maker
 from ranks import once, run_ranks
@@ -157,7 +157,7 @@ def _without_our_patch(rank: int, world: int, folder: Path) -> str:
     cell = Cell(precision="bf16", **DISTRIBUTED)
     with cpu_megatron():
         with opened(cell, maker("mars-adamw")) as trainer:
-            trained(trainer, 1)
+            trainer.advance(1)
             trainer.save(folder)
         with opened(cell, maker("mars-lion")) as trainer:
             with pytest.raises(BaseException) as error:  # noqa: PT011 - torch's CheckpointException is no Exception
@@ -173,7 +173,7 @@ def test_without_our_patch_megatron_refuses_another_optimizers_states(tmp_path: 
 
 def _replicas(rank: int, world: int) -> list[tuple[Any, ...]]:
     with cpu_megatron(), opened(Cell(tp=2, **DISTRIBUTED), maker("ldadam")) as trainer:
-        trained(trainer, 1)
+        trainer.advance(1)
         state = trainer.optimizer.sharded_state_dict(trainer.sharded_state()["model"], metadata={})
         tensors = [*state["elements"].values(), *state["matrices"].values()]
         assert all(isinstance(tensor, dist_checkpointing.ShardedTensor) for tensor in tensors)

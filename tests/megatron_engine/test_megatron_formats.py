@@ -59,11 +59,11 @@ def _runs(rank: int, world: int, folder: Path) -> dict[str, tuple[Result | None,
     with cpu_megatron():
         for label, (name, cell, first) in RUNS.items():
             with opened(cell, maker(name)) as trainer:
-                trained(trainer, 2)
+                trainer.advance(2)
                 _save(trainer, folder / f"{label} {rank}")
                 whole = trained(trainer, 2)
             with opened(cell, maker(name)) as trainer:
-                trained(trainer, 1)
+                trainer.advance(1)
                 before = _tensors(trainer)
                 try:
                     _load(trainer, folder / f"{label} {0 if first else rank}")

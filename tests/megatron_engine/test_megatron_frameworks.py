@@ -150,7 +150,7 @@ def _states(inner: Any) -> list[Any]:
 
 def _trained(cell: Cell, make: MakeOptimizer, between: Callable[[Trainer], Any] = lambda trainer: None) -> Result:
     with opened(cell, make) as trainer:
-        trained(trainer, 1)
+        trainer.advance(1)
         between(trainer)
         result = trained(trainer, 2)
     return result
@@ -161,7 +161,7 @@ def _resumed(cell: Cell, make: MakeOptimizer) -> Result:
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     with opened(cell, make) as trainer:
-        trained(trainer, 1)
+        trainer.advance(1)
         trainer.save(Path(str(folder[0])))
     with opened(cell, make) as trainer:
         trainer.load(Path(str(folder[0])))

@@ -99,7 +99,7 @@ def _loaded_in_place(rank: int, world: int, folder: Path) -> tuple[Result, Resul
     megatron_patches.apply()
     with cpu_megatron():
         with opened(HALF, maker("ldadam")) as trainer:
-            trained(trainer, 2)
+            trainer.advance(2)
             trainer.save(folder)
             whole = trained(trainer, 2)
         with opened(HALF, maker("ldadam")) as trainer, pytest.MonkeyPatch.context() as patched:

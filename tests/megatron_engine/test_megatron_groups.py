@@ -64,7 +64,7 @@ def _resumed(rank: int, world: int, folder: Path) -> None:
             target = folder / label
             target.mkdir(exist_ok=True)
             with opened(cell, _Maker(overrides)) as trainer:
-                trained(trainer, 2)
+                trainer.advance(2)
                 trainer.save(target)
                 groups = _groups(trainer.optimizer)
                 whole = trained(trainer, 2)
@@ -88,7 +88,7 @@ def _changed(rank: int, world: int, folder: Path) -> list[list[float]]:
     found = []
     with cpu_megatron():
         with opened(cell, _Maker(None)) as trainer:
-            trained(trainer, 1)
+            trainer.advance(1)
             trainer.save(folder)
         for override in (False, True):
             changed = {"decoupled_lr": 2e-2, "rankwise_override_checkpoint": override}
@@ -112,7 +112,7 @@ def _overwritten(rank: int, world: int, folder: Path) -> list[list[float]]:
     found = []
     with cpu_megatron():
         with opened(cell, _Maker(None)) as trainer:
-            trained(trainer, 1)
+            trainer.advance(1)
             trainer.save(folder)
         for override in (False, True):
             changed = {"decoupled_lr": 2e-2, "rankwise_override_checkpoint": override}
@@ -139,12 +139,12 @@ def _refused(rank: int, world: int, folder: Path) -> str:
     cell = Cell(pp=2, optimizer=DECOUPLED)
     with cpu_megatron():
         with opened(cell, _Maker(None)) as trainer:
-            trained(trainer, 1)
+            trainer.advance(1)
             for wrapper in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
                 wrapper.members = [frozenset() for _ in wrapper.members]
             trainer.save(folder)
         with opened(cell, _Maker(None, lr=1e-3, decoupled_lr=2e-2)) as trainer:
-            trained(trainer, 1)
+            trainer.advance(1)
             inner = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])[0].optimizer
             before = [value.clone() for state in inner.state.values() for value in state.values()]
             with pytest.raises(ValueError, match="could be any of") as error:

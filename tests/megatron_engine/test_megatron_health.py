@@ -84,7 +84,7 @@ def _contents(trainer: Trainer) -> dict[str, torch.Tensor]:
 def _moved(name: str, cell: Cell) -> dict[str, Any]:
     """Which tensors an interlude on the host has replaced, and the weights after further steps."""
     with opened(cell, maker(name)) as trainer:
-        trained(trainer, 2)
+        trainer.advance(2)
         before = {key: value.data_ptr() for key, value in _contents(trainer).items()}
         trainer.optimizer.offload_to_cpu()
         away = {key: value.data_ptr() for key, value in _contents(trainer).items()}
@@ -103,7 +103,7 @@ def _everything(rank: int, world: int) -> dict[str, Any]:
         found["unwatched"] = _reported(rank, *CELLS["PP2"], watched=False)
         for label, (name, cell) in OFFLOADED.items():
             with opened(cell, maker(name)) as trainer:
-                trained(trainer, 2)
+                trainer.advance(2)
                 found[f"undisturbed {label}"] = trained(trainer, 2)
             found[f"nothing to do {label}"] = _moved(name, cell)
             with pytest.MonkeyPatch.context() as patched:

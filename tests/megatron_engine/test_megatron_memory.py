@@ -180,7 +180,7 @@ def _written(rank: int, world: int, names: list[str]) -> list[tuple[Result, Resu
 
     def found(name: str, cell: Cell) -> Result:
         with opened(replace(cell, **ALL_THERE), maker(name)) as trainer:
-            trained(trainer, 1)
+            trainer.advance(1)
             with torch.no_grad():
                 for chunk in trainer.chunks:
                     for parameter in chunk.parameters():
@@ -202,7 +202,7 @@ def _into_remainders(rank: int, world: int, folder: Path) -> tuple[float, list[b
     """The gap between ranks' copies, and whether main weights are those of the checkpoint."""
     with cpu_megatron():
         with opened(PLAIN, maker("mars-lion")) as trainer:
-            trained(trainer, 2)
+            trainer.advance(2)
             trainer.save(folder)
             saved, _ = trainer.weights()
         with opened(CELLS["remainders"][0], maker("mars-lion")) as trainer:
@@ -404,7 +404,7 @@ def _staged_run(name: str, cell: Cell, steps: int = STEPS, folder: Path | None =
         if any(folder.iterdir()):
             trainer.load(folder)
             return trained(trainer, steps)
-        trained(trainer, steps)
+        trainer.advance(steps)
         trainer.save(folder)
         return trained(trainer, steps)
 

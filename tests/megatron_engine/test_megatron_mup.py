@@ -51,7 +51,7 @@ def _groups(rank: int, world: int, cases: tuple[tuple[str, str], ...]) -> Any:
                 (wrapper,) = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
                 inner = wrapper.optimizer
                 names = {id(p): n for n, p in inner.table.parameters.items()}
-                trained(trainer, 1)
+                trainer.advance(1)
                 found[name, kind] = {
                     names[id(p)]: (group["max_lr"], group["min_lr"], group["lr"] / group["max_lr"], group.get("eps"))
                     for group in inner.param_groups

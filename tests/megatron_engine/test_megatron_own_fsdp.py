@@ -159,7 +159,7 @@ def _resumed(rank: int, world: int, folder: Path, jobs: list[tuple[str, Cell]]) 
         for index, (name, cell) in enumerate(jobs):
             place = folder / str(index)
             with opened(cell, maker(name)) as trainer:
-                trained(trainer, 2)
+                trainer.advance(2)
                 trainer.save(place)
                 trainer.optimizer.offload_to_cpu()
                 trainer.optimizer.restore_from_cpu()

@@ -66,7 +66,7 @@ def _moved(rank: int, world: int, folder: Path) -> dict[str, tuple[Result | None
     with cpu_megatron():
         for label, (name, cell, other) in MOVES.items():
             with opened(cell, maker(name)) as trainer:
-                trained(trainer, 2)
+                trainer.advance(2)
                 _save(trainer, folder / label)
                 whole = trained(trainer, 2)
             with opened(other, maker(name)) as trainer:
@@ -94,7 +94,7 @@ def _padded(rank: int, world: int, folder: Path) -> None:
     plain, rounded = Cell(precision="bf16", **DISTRIBUTED), Cell(tp=2, precision="bf16", **DISTRIBUTED)
     with cpu_megatron():
         with opened(plain, maker("ldadam")) as trainer:
-            trained(trainer, 2)
+            trainer.advance(2)
             _save(trainer, folder / "plain")
             before = [value.clone() for value in _states(trainer)]
         megatron_harness.VOCABULARY = vocabulary + vocabulary // 2
@@ -124,7 +124,7 @@ def _padded_and_changed(rank: int, world: int, folder: Path) -> str:
     vocabulary = megatron_harness.VOCABULARY
     with cpu_megatron():
         with opened(Cell(precision="bf16", **DISTRIBUTED), maker("ldadam")) as trainer:
-            trained(trainer, 1)
+            trainer.advance(1)
             _save(trainer, folder)
         megatron_harness.VOCABULARY = vocabulary + vocabulary // 2
         with opened(Cell(tp=2, precision="bf16", **DISTRIBUTED), maker("ldadam", rank=8)) as trainer:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 from megatron_cells import Cell
-from megatron_harness import Trainer, opened, trained
+from megatron_harness import Trainer, opened
 from megatron_types import maker
 from ranks import once, run_ranks
 
@@ -87,7 +87,7 @@ def _one(case: Case, folder: Path) -> Seen:
     state: dict[str, Any] = {}
     author = "ldadam" if case.saved[0] == "none" else case.saved[0]
     with opened(case.cell, maker(author, **case.saved[1])) as trainer:
-        trained(trainer, 1)
+        trainer.advance(1)
         state = trainer.optimizer.state_dict()
         if case.saved[0] == "none":
             weights = {key: value for key, value in trainer.sharded_state().items() if key != "optimizer"}
@@ -96,7 +96,7 @@ def _one(case: Case, folder: Path) -> Seen:
             trainer.save(folder)
     cell = Cell(**{**vars(case.cell), "optimizer": case.config})
     with opened(cell, maker(case.wanted[0], **case.wanted[1])) as trainer:
-        trained(trainer, 1)
+        trainer.advance(1)
         before, error, printed = _tensors(trainer), "", io.StringIO()
         with contextlib.redirect_stdout(printed):
             try:
@@ -106,7 +106,7 @@ def _one(case: Case, folder: Path) -> Seen:
         after = _tensors(trainer)
         unchanged = len(before) == len(after) and all(map(torch.equal, before, after))
         if not error:
-            trained(trainer, 1)
+            trainer.advance(1)
         groups = trainer.optimizer.chained_optimizers[0].optimizer.param_groups
         kept = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         return Seen(printed.getvalue(), error, kept, unchanged)

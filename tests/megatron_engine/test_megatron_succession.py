@@ -158,7 +158,7 @@ def _save(rank: int, world: int, folder: Path, saved: list[tuple[str, str]]) -> 
     with cpu_megatron():
         for author, kind in saved:
             with opened(CELLS[author], megatron_muon if kind == MUON else maker("adam")) as trainer:
-                trained(trainer, STEPS)
+                trainer.advance(STEPS)
                 target = folder / f"{author} {kind}"
                 target.mkdir(exist_ok=True)
                 if kind == "changed":
@@ -180,7 +180,7 @@ class _Lines(logging.Handler):
 def _refused(folder: Path, move: Move) -> tuple[str, bool]:
     """What a rank raised, and whether it still has the states it had."""
     with opened(CELLS[move.heir], maker(move.name)) as trainer:
-        trained(trainer, 1)
+        trainer.advance(1)
         before, error = _seen(trainer), ""
         try:
             trainer.load(folder / f"{move.author} {move.format}", IN_BUCKETS)
@@ -228,7 +228,7 @@ def _go_on(rank: int, world: int, folder: Path, moves: tuple[Move, ...]) -> dict
                 found[move] = _refused(folder, move)
                 continue
             with opened(CELLS[move.heir], maker(move.name)) as trainer:
-                trained(trainer, 1)
+                trainer.advance(1)
                 lines = _Lines()
                 logging.getLogger("rankwise").addHandler(lines)
                 trainer.load(folder / f"{move.author} {move.format}", move.format)
