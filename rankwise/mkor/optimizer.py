@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from rankwise.comm.message_format import Traffic
 from rankwise.comm.owner_plan import Batch, MatrixTask
@@ -121,6 +122,7 @@ class MKOR(ShardedOptimizer):
         loss_scale: Callable[[], float] | None = None,
         last_micro_batch: Callable[[], bool] | None = None,
         describe: Describe = describe_linear,
+        averaged_over: ProcessGroup | None = None,
     ) -> None:
         """Hook the model's linear layers. Call once, before the first step.
 
@@ -139,6 +141,8 @@ class MKOR(ShardedOptimizer):
             last_micro_batch: Whether the present backward pass is the last before the step; the statistics then travel
                 while it runs, otherwise in ``step()``. Known for ``DistributedDataParallel``.
             describe: Recognises linear modules, see :class:`rankwise.statistics.hooks.Capture`.
+            averaged_over: Ranks that hold this model alike and whose gradients a loop of your own averages before the
+                step, without ``DistributedDataParallel``; a collective of them.
 
         Raises:
             OptionError: No parameter of this optimizer belongs to a linear module of ``model``.
@@ -146,7 +150,8 @@ class MKOR(ShardedOptimizer):
         self.factor_steps.learn(self.param_groups)
         self.group_changes.replace_parameters(self.param_groups, self.state)
         before = {name: info for name, (info, _) in self.table.catalog.items()}
-        self.statistics.capture(model, self.param_groups, window, loss_scale, last_micro_batch, describe)
+        how = window, loss_scale, last_micro_batch, describe, averaged_over
+        self.statistics.capture(model, self.param_groups, *how)
         if self.statistics.hooks is not None and self.needs_capture:
             # These are weak references, because the model may outlive the optimizer.
             self.statistics.hooks.on_forward = partial(_follow_resets, weakref.ref(self))
@@ -304,7 +309,7 @@ class MKOR(ShardedOptimizer):
         return (*vectors, *([of_norm * matrices] * len(sides)))
 
     def _unit(self) -> StepUnit:
-        self.statistics.join_replicas()
+        self.statistics.join_replicas(self.needs_capture or self.needs_loss)
         if self.factor_steps.has_news:
             self.factor_steps.learn_before(self.planner.find(self.param_groups), self.param_groups)
         self.factor_steps.warn_of_unfrozen()

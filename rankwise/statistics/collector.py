@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,6 +29,8 @@ from rankwise.statistics.linear_views import LinearView, seen_by, views_of
 from rankwise.statistics.window_sums import Record, clear
 
 __all__ = ["Collector", "Reduced"]
+
+logger = logging.getLogger(__name__)
 
 
 class Reduced(NamedTuple):
@@ -68,6 +71,8 @@ class Collector:
         self._twin: tuple[ProcessGroup, ProcessGroup] | None = None
         self._pauses = 0
         self._met: nn.parallel.DistributedDataParallel | None = None
+        self._wrapper: nn.parallel.DistributedDataParallel | None = None
+        self._told_of_ranks = False
         self._meet_uncompiled = self._meet
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -84,6 +89,7 @@ class Collector:
         loss_scale: Callable[[], float] | None,
         last_micro_batch: Callable[[], bool] | None,
         describe: Describe,
+        averaged_over: ProcessGroup | None,
     ) -> None:
         """Hook the layers whose weights take the matrix rule; :meth:`rankwise.MKOR.capture` describes the arguments.
 
@@ -94,6 +100,7 @@ class Collector:
             loss_scale: Returns what the loss is multiplied by.
             last_micro_batch: Whether the present backward pass is the last before the step.
             describe: Recognises linear modules.
+            averaged_over: Group over which the user averages gradients.
         """
         table = self._table
         table.exchanged = {}
@@ -101,6 +108,8 @@ class Collector:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             self._join(model)
             model = model.module
+        elif averaged_over is not None:
+            self._planner.attach(table.plain.replicated_over(averaged_over))
         self._loss_scale = loss_scale
         watch_gradient_scalers()
         table.learn_roles(model, groups)
@@ -237,6 +246,7 @@ class Collector:
 
     def _join(self, wrapper: nn.parallel.DistributedDataParallel) -> None:
         """Learn over which ranks a wrapper averages gradients, and in which backward passes."""
+        self._wrapper = wrapper
         self._planner.attach(self._table.plain.replicated_over(wrapper.process_group))
         self._last_micro_batch = self._last_micro_batch or partial(getattr, wrapper, "require_backward_grad_sync")
 
@@ -254,14 +264,22 @@ class Collector:
             if any(id(weight) in replicated for weight in weights):
                 self._met = wrapper
 
-    def join_replicas(self) -> None:
+    def join_replicas(self, learns: bool) -> None:
         """Join the wrapper that was met, if any, as a step begins; a collective then.
 
+        Args:
+            learns: Whether steps depend on more of a rank's batches than gradients.
+
         Raises:
-            OptionError: A rank has taken a step before; all ranks raise.
+            OptionError: A rank has taken a step before, or ranks may stop at different steps; all ranks raise.
         """
+        self._refuse_uneven(self._wrapper or self._met)
         wrapper, self._met = self._met, None
-        if wrapper is None or self._planner.source.group is not None:
+        if self._planner.source.group is not None:
+            return
+        if wrapper is None:
+            if learns and not self._told_of_ranks:
+                self._tell_of_ranks_apart()
             return
         device = next(iter(self.records.values())).parameter.device
         begun = torch.tensor(float(bool(self._planner.units)), dtype=torch.float32, device=device)
@@ -275,6 +293,31 @@ class Collector:
         assert self.hooks is not None
         self._join(wrapper)
         self.early = self.hooks.listener = self._reduce_early()
+
+    def _refuse_uneven(self, wrapper: nn.parallel.DistributedDataParallel | None) -> None:
+        """Refuse a loop in which ranks that are done answer the wrapper's messages, but nobody ours."""
+        how = getattr(wrapper, "_join_config", None)
+        if how is not None and how.enable and not how.throw_on_early_termination:
+            raise OptionError(
+                "MKOR: a step within DistributedDataParallel.join() is invalid: all ranks must take as many steps, "
+                "because they share the matrices out; give every rank as many batches, or write "
+                "join(throw_on_early_termination=True)"
+            )
+
+    def _tell_of_ranks_apart(self) -> None:
+        """Say once that no ranks are known that average gradients: if some do, their copies would drift apart."""
+        # FSDP2 finds out its ranks when a step is planned.
+        whole = self._planner.is_plain and not self._planner.source.missing_alike
+        ranks = dist.get_world_size() if dist.is_initialized() and whole else 1
+        if ranks > 1:
+            self._told_of_ranks = True
+            logger.warning(
+                "MKOR: no DistributedDataParallel is known, so each of the %d ranks learns statistics and losses of "
+                "its own batches alone. If gradients are averaged over ranks, copies drift apart: write "
+                "capture(ddp_model), or capture(model, averaged_over=group) where you average them yourself. If ranks "
+                "train models of their own, nothing is wrong.",
+                ranks,
+            )
 
     def _reduce_early(self) -> BackwardReduction | None:
         group, is_last = self._planner.source.group, self._last_micro_batch

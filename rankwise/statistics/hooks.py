@@ -358,7 +358,10 @@ def _with_gradient(output: Tensor, inputs: Tensor) -> Tensor:
 
 
 def _as_rows(tensor: Tensor, rows: slice | None) -> Tensor:
-    flat = tensor.detach().reshape(tensor.shape[:-1].numel(), tensor.shape[-1])  # -1 would be unclear without features
+    held = tensor.detach()
+    if tensor.is_nested:  # sequences of several lengths, one behind the other
+        held = held.values().reshape(-1, tensor.size(-1))
+    flat = held.reshape(held.shape[:-1].numel(), held.shape[-1])  # -1 would be unclear without features
     return flat if rows is None else flat[rows]
 
 

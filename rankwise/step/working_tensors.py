@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rankwise.kernels import graphs
 from rankwise.layout.layout_source import real_view, refuse_unreadable
+from rankwise.options.validation import OptionError
 from rankwise.plan.notes import Note
 from rankwise.plan.planner import Planner
 from rankwise.plan.step_unit import Bucket, StepUnit
@@ -126,6 +127,7 @@ class WorkingTensors:
         # Ranks that have other shards must take part in every collective: a missing gradient counts as zeros.
         zeros = not unit.missing_alike
         if not zeros and all(tensor.grad is None for tensor in unit.tensors):
+            self._refuse_weightless(idle)
             return None
         held, grads = unit.local_tensors(), unit.local_gradients()
         for tensor, grad in zip(unit.tensors, grads, strict=True):
@@ -159,6 +161,16 @@ class WorkingTensors:
                 "it back, or build a new optimizer without store_param_remainders"
             )
         return _flat(local, unit.dtype)
+
+    def _refuse_weightless(self, idle: Sequence[Tensor]) -> None:
+        """Refuse parameters of the meta device, where the step would find no gradient at all and train nothing."""
+        for tensor in idle:
+            if tensor.is_meta:
+                raise OptionError(
+                    f"{self._spec.name}: the parameter '{self._planner.name_of(tensor)}' is invalid, because it is on "
+                    "the meta device: it must be the one that the model uses, and to_empty() and load_state_dict("
+                    "assign=True) put others in the places of such parameters; build the optimizer after them"
+                )
 
     def _refuse_gradient(self, tensor: Tensor, grad: Tensor) -> None:
         name = self._spec.name

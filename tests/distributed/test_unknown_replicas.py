@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from rankwise import MKOR
 from rankwise.options.validation import OptionError
+from rankwise.statistics import collector
 
 ORDERS = ("told", "wrapped before", "wrapped after", "compiled")
 
@@ -57,6 +62,67 @@ def test_a_wrapper_around_a_captured_model_is_found() -> None:
             assert all(map(torch.equal, found[order][0], weights)), order
             assert found[order][1] == matrices, order
     assert all(map(torch.equal, first["told"][0], second["told"][0]))
+
+
+def _by_hand(rank: int, world: int) -> dict[str, tuple[list[Tensor], int, int]]:
+    """Weights where gradients were averaged with and without a wrapper, messages, and this rank's matrices."""
+    found = {}
+    for name in ("wrapped", "by hand", "by hand, sketched", "untold", "losses", "sharded"):
+        model = _model()
+        if name == "sharded":
+            fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        called = DistributedDataParallel(model) if name in ("wrapped", "losses") else model
+        sketch = {"rule": "sketch", "hybrid": name == "losses"}
+        rule = sketch if name in ("by hand, sketched", "losses") else {"update_interval": 1}
+        optimizer = MKOR(model.named_parameters(), lr=0.1, **rule)
+        if name != "losses":
+            optimizer.capture(called, averaged_over=dist.group.WORLD if "by hand" in name else None)
+        with mock.patch.object(collector.logger, "warning") as warning:
+            for index in range(3):
+                inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * index + rank))
+                called(inputs).square().mean().backward()
+                for weight in model.parameters() if called is model and name != "sharded" else ():
+                    dist.all_reduce(weight.grad)
+                    weight.grad /= world
+                optimizer.step()
+                optimizer.zero_grad()
+        told = sum("capture(model, averaged_over=group)" in str(call) for call in warning.mock_calls)
+        copies = [] if name == "sharded" else [weight.detach() for weight in model.parameters()]
+        found[name] = copies, told, len(optimizer.matrix_states.everything())
+    return found
+
+
+def test_ranks_whose_gradients_the_user_averages_are_told_what_to_write() -> None:
+    first, second = run_ranks(2, _by_hand)
+    assert {name: told for name, (_, told, _) in first.items() if told} == {"untold": 1, "losses": 1}
+    for name, (weights, _, matrices) in first.items():
+        assert all(map(torch.equal, weights, second[name][0])) == (name != "untold"), name
+        assert matrices == (2 if name in ("untold", "losses") else 1), name
+    assert all(map(torch.equal, first["by hand"][0], first["wrapped"][0]))
+
+
+def _uneven(rank: int, world: int) -> dict[str, str]:
+    found = {}
+    for name in ("captured", "wrapped after", "all at once", "sketched alone"):
+        model = _model()
+        optimizer = MKOR(model.named_parameters(), **({"rule": "sketch"} if name == "sketched alone" else {}))
+        if name == "wrapped after":
+            optimizer.capture(model)
+        wrapped = DistributedDataParallel(model)
+        if name in ("captured", "all at once"):
+            optimizer.capture(wrapped)
+        steps = 3 if name == "all at once" or rank == 0 else 2
+        with wrapped.join(throw_on_early_termination=name == "all at once"):
+            messages = [_step(wrapped, optimizer, rank) for _ in range(steps)]
+        found[name] = messages[0]
+        assert set(messages) == {found[name]}
+    return found
+
+
+def test_ranks_that_may_stop_at_other_steps_are_refused() -> None:
+    for found in run_ranks(2, _uneven):
+        assert {name for name, message in found.items() if message} == {"captured", "wrapped after"}
+        assert all("throw_on_early_termination=True" in found[name] for name in ("captured", "wrapped after"))
 
 
 def _cases(rank: int, world: int) -> dict[str, str]:

@@ -269,6 +269,26 @@ def test_a_layer_called_several_times_sums_its_calls() -> None:
     assert torch.allclose(g, layer.bias.grad, rtol=1e-13)
 
 
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_sequences_of_several_lengths_in_one_nested_tensor(layout: torch.layout) -> None:
+    lengths = 3, 1, 4
+    found: list[list[Sums]] = []
+    for nested in (True, False):
+        model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5, bias=False)).double()
+        for index, parameter in enumerate(model.parameters()):
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(index))
+        capture = Capture(model)
+        tokens = [data(length, 4, seed=length) for length in lengths]
+        if nested:
+            output = model(torch.nested.nested_tensor(tokens, layout=layout))
+            sum(map(loss_of, output.unbind())).backward()
+        else:
+            loss_of(model(torch.cat(tokens))).backward()
+        found.append(take_all(capture))
+    assert_close(found[0], found[1])
+
+
 def test_enabled_switch() -> None:
     model, x = mlp(), data(3, 4)
     capture = Capture(model)

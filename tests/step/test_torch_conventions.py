@@ -6,7 +6,10 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 from cases import Case, advance, assert_same, cases, net, setup, weights
+
+from rankwise.options.validation import OptionError
 
 STEPS = range(4)
 LATER = range(4, 8)
@@ -82,3 +85,20 @@ def test_hooks_of_dictionaries_run_in_their_order(case: Case) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
     assert calls == ["before saving", "saved", "first", "changes what is loaded", "loaded"]
     assert [group["lr"] for group in optimizer.param_groups] == [0.5]
+
+
+@pytest.mark.parametrize("way", ["to_empty", "assign"])
+@cases(names=["mars-m", "ldadam", "mkor-adamw", "mkor-sketch"])
+def test_parameters_that_never_get_memory_are_refused(case: Case, way: str) -> None:
+    """Built on the meta device, the optimizer has other parameters than the model is trained with."""
+    with torch.device("meta"):
+        model = net()
+    optimizer = case.build(model.named_parameters(), model)
+    if way == "to_empty":
+        model.to_empty(device="cpu")
+    model.load_state_dict(net().state_dict(), assign=way == "assign")
+    before = weights(model)
+    with pytest.raises(OptionError, match=r"'0.weight' is invalid, because it is on the meta device: .* build the"):
+        advance(model, optimizer, range(1))
+    assert_same(weights(model), before)
+    assert not optimizer.state
