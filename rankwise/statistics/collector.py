@@ -301,7 +301,8 @@ class Collector:
             raise OptionError(
                 "MKOR: a step within DistributedDataParallel.join() is invalid: all ranks must take as many steps, "
                 "because they share the matrices out; give every rank as many batches, or write "
-                "join(throw_on_early_termination=True)"
+                "join(throw_on_early_termination=True). To torch a wrapper stays within it after the block; wrap the "
+                "model again for steps outside"
             )
 
     def _tell_of_ranks_apart(self) -> None:
