@@ -907,6 +907,7 @@ def test_the_page_has_shares_of_steps_and_time(tmp_path: Path) -> None:
     assert "| MARS-M | 50 ± 0 % | 50 % |" in page and "| SOAP | not reached by 3 |  |" in page
     assert "| MARS-M | -0.1000 ± 0.0000 | -0.1000 |" in page and f"| MARS-M{STEADY} |  | 50 % |" in page
     assert "|  | 1 M | 4 M by the rule |" in page and "| AdamW | 0.004 | 0.002 |" in page
+    assert "| AdamW's trials | 1.00 to 2.00, rates 0.002 to 0.008 |" in page
     assert "Share of AdamW's time" not in page, "nothing was timed"
     assert page.index("No GPU has run") < page.index("### On CPUs") and "### On GPUs" not in page
     times = {"AdamW": 10.0, "MARS-M": 12.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import isfinite
 from statistics import fmean
 from typing import Any
 
@@ -11,7 +12,7 @@ from benchmarks.convergence.experiment import Experiment
 from benchmarks.convergence.ladder import CONTENDERS, LARGEST, RUNGS, STEADY, Rung, experiment_of
 from benchmarks.convergence.page import interval_words, recorded_rows
 from benchmarks.convergence.results import Results, Row, device_type
-from benchmarks.convergence.search import best_trial, final_runs
+from benchmarks.convergence.search import best_trial, final_runs, tried
 from benchmarks.convergence.step_times import known_times
 from benchmarks.convergence.verdicts import Difference, mean_interval
 from benchmarks.performance import markdown
@@ -63,7 +64,8 @@ _TIME = """
 
 """
 _LOSSES = """
-**Held-out loss less AdamW's**, nats per byte (124 M: per token), and AdamW's own:
+**Held-out loss less AdamW's**, nats per byte (124 M: per token), and AdamW's own, with those of its trials. Where these
+hardly differ over so many rates, AdamW has not left its plateau, and differences say how early the others leave it.
 
 """
 _RATES = """
@@ -121,7 +123,8 @@ def _of_devices(kind: str, recorded: Results) -> str:
         parts += [_TIME, _table(heading, names, rungs, lambda rung, one, name: _time(rung, one, name, results, times))]
     own = ("AdamW's loss", *(interval_words(_mean(_rows(one, _BASE, results).values())) for _, one in rungs))
     losses = [(name, *(_loss(one, name, results) for _, one in rungs)) for name in names]
-    parts += [_LOSSES, markdown(heading, [own, *losses]), _rates(rungs, results), _devices(rungs, results)]
+    own_trials = ("AdamW's trials", *(_trials(one, _BASE, results) for _, one in rungs))
+    parts += [_LOSSES, markdown(heading, [own, own_trials, *losses]), _rates(rungs, results), _devices(rungs, results)]
     return "".join(parts)
 
 
@@ -183,6 +186,17 @@ def _loss(experiment: Experiment, name: str, results: Results) -> str:
     metric = experiment.metric
     differences = [ours[metric] - base[metric] for ours, base in _pairs(experiment, name, results)]
     return interval_words(mean_interval(differences), "+") if differences else ""
+
+
+def _trials(experiment: Experiment, name: str, results: Results) -> str:
+    """The range of the losses of a contender's trials, and that of their rates."""
+    contender = experiment.contender(name)
+    found = tried(experiment, contender, contender.settings[0], results) if experiment.trials > 1 else {}
+    losses = [loss for loss in found.values() if isfinite(loss)]
+    if not losses:
+        return ""
+    rates = [contender.rate(exponent) for exponent in found]
+    return f"{min(losses):.2f} to {max(losses):.2f}, rates {min(rates):.2g} to {max(rates):.2g}"
 
 
 def _mean(rows: Any) -> Difference:
