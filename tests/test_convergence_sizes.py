@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 from benchmarks.convergence.experiment import Run
 from benchmarks.convergence.experiments import CHECK
+from benchmarks.convergence.ladder import FIRST
+from benchmarks.convergence.ladder_page import ladder_section
 from benchmarks.convergence.language_models import ADAMW
 from benchmarks.convergence.rates_page import rates_by_size
 from benchmarks.convergence.results import Results
@@ -133,6 +136,14 @@ def test_readme_has_what_training_takes() -> None:
     found = differences(cells, "Muon", Results(DOCS / "data" / "convergence"))
     short, long = (f"{found[cell].mean:.2f} after {cell.bytes_each}" for cell in cells)
     assert f"{short} bytes of text a parameter and {long} (" in (DOCS.parent / "README.md").read_text(encoding="utf-8")
+
+
+def test_readme_has_the_shares_of_the_ladders_rung_for_cpus() -> None:
+    page = ladder_section(Results(DOCS / "data" / "convergence")).split("### On CPUs")[1]
+    shares = [re.search(rf"\| {re.escape(name)} \| (\d+) ± \d+ % \|", page) for name in FIRST[1:]]
+    muon, mars, sketch = (share[1] for share in shares if share)
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    assert f"reach its last loss after {muon}, {mars} and {sketch} % of the steps" in readme
 
 
 def test_gains_say_which_are_not_settled(tmp_path: Path) -> None:
