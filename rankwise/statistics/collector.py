@@ -301,8 +301,8 @@ class Collector:
             raise OptionError(
                 "MKOR: a step within DistributedDataParallel.join() is invalid: all ranks must take as many steps, "
                 "because they share the matrices out; give every rank as many batches, or write "
-                "join(throw_on_early_termination=True). To torch a wrapper stays within it after the block; wrap the "
-                "model again for steps outside"
+                "join(throw_on_early_termination=True). To torch a wrapper stays within it after the block: for steps "
+                "outside, wrap the model again and call optimizer.capture(ddp_model)"
             )
 
     def _tell_of_ranks_apart(self) -> None:

@@ -116,11 +116,17 @@ def _uneven(rank: int, world: int) -> dict[str, str]:
             messages = [_step(wrapped, optimizer, rank) for _ in range(steps)]
         found[name] = messages[0]
         assert set(messages) == {found[name]}
+        if name == "captured":
+            # What the message says to do after the block.
+            again = DistributedDataParallel(model)
+            optimizer.capture(again)
+            found["captured again"] = _step(again, optimizer, rank)
     return found
 
 
 def test_ranks_that_may_stop_at_other_steps_are_refused() -> None:
     for found in run_ranks(2, _uneven):
+        assert "captured again" in found
         assert {name for name, message in found.items() if message} == {"captured", "wrapped after"}
         assert all("throw_on_early_termination=True" in found[name] for name in ("captured", "wrapped after"))
 

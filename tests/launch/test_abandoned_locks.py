@@ -31,11 +31,7 @@ os.remove(sys.argv[1])
 """
 
 
-@pytest.fixture(autouse=True)
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for long."""
-    monkeypatch.setattr(abandoned_locks, "_RELEASING", 0.5)
-    monkeypatch.setattr(abandoned_locks, "_SAYING", 0.5)
+pytestmark = pytest.mark.usefixtures("brief_waits")
 
 
 def holder(lock: Path, seconds: float) -> subprocess.Popen[str]:

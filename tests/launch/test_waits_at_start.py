@@ -30,10 +30,7 @@ print("built")
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nobody waits for long."""
-    monkeypatch.setattr(abandoned_locks, "_RELEASING", 0.5)
-    monkeypatch.setattr(abandoned_locks, "_SAYING", 0.5)
+def watched(brief_waits: None) -> Iterator[None]:
     was = bool(abandoned_locks._stock)
     abandoned_locks.watch_builds()
     abandoned_locks.watch_builds()
